@@ -1,0 +1,260 @@
+"""What a page is called: token ids, media items, identities, and the chain of 64-bit names.
+
+Must not know pages or runs.  A name nominates; it never decides (that is the comparison in `runs`).
+
+    root   = H(fingerprint, salt, adapter, label)     every field framed: tag, length, bytes
+    name_i = H(name_{i-1}, tokens of page i, media items that touch page i)
+
+H is XXH3 at 64 bits with the parent's name as its seed and token ids as little-endian int32, so names are equal
+across processes and machines.
+"""
+
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvkeep.errors import BadInput, InvariantViolation
+
+#: Anything that holds token ids: a numpy array or `array` of integers, a buffer, or a sequence of ints.
+#: `bytes`, `bytearray` and unsigned-byte views are read as native int32.
+TokenIds = Any
+
+#: 64-bit hash of a buffer under a 64-bit seed.  Tests put narrow or constant ones here.
+Hash64 = Callable[[Any, int], int]
+
+TOKEN_NBYTES = 4
+DIGEST_NBYTES_MIN = 16
+
+hash64: Hash64 = xxhash.xxh3_64_intdigest
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A span of placeholder tokens that stands for an image, a clip or another non-text input.
+
+    offset, length: token positions, from the start of the sequence.
+    digest: cryptographic digest of the raw bytes and the preprocessing parameters, 16 bytes or more; None when the
+        content has no identity: then its pages, and all that follow, are neither matched nor stored.
+    causal: False where attention inside the item looks ahead: then a match never ends inside the item.
+    """
+
+    offset: int
+    length: int
+    digest: bytes | None
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1:
+            raise BadInput(
+                f"media item at {self.offset} of length {self.length}: offset must be 0 or more, length 1 or more"
+            )
+        if self.digest is not None and len(self.digest) < DIGEST_NBYTES_MIN:
+            raise BadInput(
+                f"media digest of {len(self.digest)} bytes: it must be {DIGEST_NBYTES_MIN} bytes or more, "
+                "since it is not compared against the content"
+            )
+
+
+#: Media items by the index of each page they touch; None when there are none.
+PageMedia = Mapping[int, tuple[MediaItem, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Everything that KV bytes depend on besides tokens: constants of the process.
+
+    Two processes whose fingerprints are equal would compute the same pages; a change of any field makes every old
+    name unmatchable.
+    """
+
+    weights: str
+    revision: str
+    dtype: str
+    attention: str
+    rope: str
+    page_size: int
+    layout: str
+    tensor_parallel: str = "0/1"
+
+    def encode(self) -> bytes:
+        """The fields, framed."""
+        return frame((name, str(getattr(self, name)).encode()) for name in self.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Where a chain starts: the framed root record, compared in full, and its 64-bit name."""
+
+    record: bytes
+    name: int
+
+
+def frame(fields: Iterable[tuple[str, bytes]]) -> bytes:
+    """Fields as one string that no other list of fields gives: for each, tag length, tag, value length, value."""
+    parts = []
+    for tag, value in fields:
+        parts += [struct.pack("<I", len(tag)), tag.encode(), struct.pack("<Q", len(value)), value]
+    return b"".join(parts)
+
+
+def make_identity(
+    fingerprint: bytes, salt: bytes = b"", adapter: bytes = b"", label: bytes = b"", hash_fn: Hash64 = hash64
+) -> Identity:
+    """The root record of (fingerprint, salt, adapter, label); `BadInput` when one of them is not bytes."""
+    fields = (("fingerprint", fingerprint), ("salt", salt), ("adapter", adapter), ("label", label))
+    for tag, value in fields:
+        if not isinstance(value, bytes):
+            raise BadInput(f"{tag} is {type(value).__name__}: it must be bytes")
+    record = frame(fields)
+    return Identity(record, hash_fn(record, 0))
+
+
+def as_token_ids(tokens: TokenIds) -> npt.NDArray[np.int32]:
+    """Token ids as a contiguous int32 array of shape (n,), without a copy when they already are one.
+
+    Raises `BadInput` for anything that is not integers of 0 to 2**31 - 1 in one dimension.
+    """
+    return check_token_range(as_int32(tokens))
+
+
+def check_token_range(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """`ids`, or `BadInput` naming the first negative one."""
+    if len(ids) and ids.min() < 0:
+        at = int((ids < 0).argmax())
+        raise BadInput(f"token id {int(ids[at])} at position {at}: ids must be 0 to 2147483647")
+    return ids
+
+
+def as_int32(tokens: TokenIds) -> npt.NDArray[np.int32]:
+    """`as_token_ids` without the check for negative ids in input that is int32 already."""
+    if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1:
+        return tokens if tokens.flags.c_contiguous else np.ascontiguousarray(tokens)
+    if isinstance(tokens, list | tuple):
+        return _from_sequence(tokens)
+    return _from_buffer(tokens)
+
+
+def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
+    try:
+        return np.frombuffer(array("i", tokens), dtype=np.int32)
+    except OverflowError:
+        at, bad = next((i, t) for i, t in enumerate(tokens) if not -(2**31) <= t < 2**31)
+        raise BadInput(f"token id {bad} at position {at}: ids must be 0 to 2147483647") from None
+    except TypeError:
+        at, bad = next((i, t) for i, t in enumerate(tokens) if not hasattr(t, "__index__"))
+        raise BadInput(
+            f"token id {bad!r} at position {at} is {type(bad).__name__}: ids must be integers"
+        ) from None
+
+
+def _from_buffer(tokens: Any) -> npt.NDArray[np.int32]:
+    if isinstance(tokens, bytes | bytearray):
+        tokens = memoryview(tokens)
+    if isinstance(tokens, memoryview) and tokens.format in ("B", "b", "c"):
+        if tokens.nbytes % TOKEN_NBYTES:
+            raise BadInput(f"token buffer of {tokens.nbytes} bytes: int32 ids take a multiple of {TOKEN_NBYTES}")
+        return np.frombuffer(tokens, dtype=np.int32)
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, ValueError) as e:
+        raise BadInput(f"token ids of type {type(tokens).__name__} cannot be read: {e}") from None
+    if ids.ndim != 1:
+        raise BadInput(f"token ids of shape {ids.shape}: they must have one dimension")
+    if ids.dtype.kind not in "iu":
+        raise BadInput(f"token ids of dtype {ids.dtype}: ids must be integers")
+    if ids.dtype.itemsize > TOKEN_NBYTES or ids.dtype.kind == "u":
+        if len(ids) and (ids.max() > 2**31 - 1 or ids.min() < 0):
+            at = int(((ids > 2**31 - 1) | (ids < 0)).argmax())
+            raise BadInput(f"token id {int(ids[at])} at position {at}: ids must be 0 to 2147483647")
+    return np.ascontiguousarray(ids, dtype=np.int32)
+
+
+def page_media(
+    items: Sequence[MediaItem], page_size: int, length: int
+) -> tuple[dict[int, tuple[MediaItem, ...]] | None, int | None]:
+    """Media items by page, and the number of leading pages that can be named (None: all of them).
+
+    `items` are in order of offset, do not overlap and lie within `length` positions; `BadInput` otherwise.
+    """
+    if not items:
+        return None, None
+    by_page: dict[int, tuple[MediaItem, ...]] = {}
+    end = 0
+    for item in items:
+        if item.offset < end or item.offset + item.length > length:
+            raise BadInput(
+                f"media item at {item.offset} of length {item.length}: items must be in order, apart, and within "
+                f"the {length} tokens"
+            )
+        end = item.offset + item.length
+        if item.digest is None:
+            return by_page, item.offset // page_size
+        for page in range(item.offset // page_size, (end - 1) // page_size + 1):
+            by_page[page] = (*by_page.get(page, ()), item)
+    return by_page, None
+
+
+def cut_before_split_item(pages: int, page_size: int, media: PageMedia) -> int:
+    """`pages`, less as many as it takes not to end inside an item whose attention is not causal."""
+    while media and pages:
+        end = pages * page_size
+        split = [m for m in media.get(pages - 1, ()) if not m.causal and m.offset < end < m.offset + m.length]
+        if not split:
+            break
+        pages = split[0].offset // page_size
+    return pages
+
+
+def page_name(parent: int, raw: Any, items: tuple[MediaItem, ...] = (), hash_fn: Hash64 = hash64) -> int:
+    """The name of one page: `raw` is its token ids as bytes, `items` the media items that touch it."""
+    if not items:
+        return hash_fn(raw, parent)
+    parts = [
+        struct.pack("<QQ?I", m.offset, m.length, m.causal, len(m.digest or b"")) + (m.digest or b"") for m in items
+    ]
+    return hash_fn(bytes(raw) + b"".join(parts), parent)
+
+
+def chain_names(
+    parent: int,
+    raw: memoryview,
+    page_nbytes: int,
+    first: int = 0,
+    media: PageMedia = None,
+    hash_fn: Hash64 = hash64,
+) -> list[int]:
+    """The names of consecutive pages.
+
+    parent: the name of the page before them (the root's name for page 0).
+    raw: their token ids, a byte view of a multiple of `page_nbytes`.
+    first: the index in its chain of the first page, for `media`.
+    """
+    names = []
+    append = names.append
+    if not media:
+        for at in range(0, len(raw), page_nbytes):
+            parent = hash_fn(raw[at : at + page_nbytes], parent)
+            append(parent)
+        return names
+    for i, at in enumerate(range(0, len(raw), page_nbytes), first):
+        parent = page_name(parent, raw[at : at + page_nbytes], media.get(i, ()), hash_fn)
+        append(parent)
+    return names
+
+
+def self_test() -> None:
+    """Raises `InvariantViolation` when this machine does not give the names that every other one gives."""
+    raw = memoryview(np.arange(256, dtype=np.int32)).cast("B")
+    got = chain_names(make_identity(b"kvkeep").name, raw, 512)
+    if got != GOLDEN_SELF_TEST:
+        raise InvariantViolation(f"names differ on this machine: {got} instead of {GOLDEN_SELF_TEST}")
+
+
+#: Names of the two pages of 128 ids 0..255 under fingerprint b"kvkeep".
+GOLDEN_SELF_TEST = [14650892278896040279, 1782027582555636366]

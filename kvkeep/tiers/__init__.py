@@ -1,0 +1,4 @@
+"""Pages: what one is, who owns it, where its bytes are.
+
+Must not know names, tokens or streams.
+"""

@@ -1,0 +1,305 @@
+"""The ledger: the one place where a page's state and owners change.
+
+Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
+
+    FREE --open--> OPEN --seal--> READY --release/drop--> FREE (last owner left)
+    READY whose only owner is the index --recycle--> OPEN (of the request that needs room)
+
+Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
+the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
+"""
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.errors import InvariantViolation
+
+#: Below this many pages a loop over an `array` is faster than numpy (0.06 us a page against 1.5 to 2 us a call).
+SCALAR_PAGES_MAX = 16
+
+#: Owner label of the index, as the tracing twin records it.
+INDEX = "index"
+
+
+class State(IntEnum):
+    """What may be done with a page's bytes."""
+
+    FREE = 0  #: nobody's; bytes are garbage
+    OPEN = 1  #: one request writes it
+    READY = 2  #: immutable, may be shared
+
+
+def as_index(pages: "array[int]") -> npt.NDArray[np.int32]:
+    """A numpy view of `pages` without a copy; let it go before `pages` is resized."""
+    return np.frombuffer(pages, dtype=np.int32)
+
+
+class Ledger:
+    """States, owner counts and generations of `total` pages, changed in batches of distinct page ids.
+
+    Batches are distinct by construction: a page opens once, the index keeps it once, a lease lists it once.
+    What that would break is still caught where it matters: no page can be freed twice.
+
+    Every method checks the whole batch first and raises `InvariantViolation` naming a page, with nothing changed,
+    when the batch is not legal.  `idle` is the number of pages whose only owner is the index.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.idle = 0
+        self._words = array("i", bytes(4 * total))
+        self._states = array("b", bytes(total))
+        self._generations = array("q", bytes(8 * total))
+        self._free = array("i", range(total - 1, -1, -1))
+        # The same memory for numpy: the arrays above are never resized.
+        self._words_np = np.frombuffer(self._words, dtype=np.int32)
+        self._states_np = np.frombuffer(self._states, dtype=np.int8)
+        self._generations_np = np.frombuffer(self._generations, dtype=np.int64)
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        """Pages owned by at least one request or copy."""
+        return self.total - len(self._free) - self.idle
+
+    def state(self, page: int) -> State:
+        """The state of one page."""
+        return State(self._states[page])
+
+    def holders(self, page: int) -> int:
+        """How many requests and copies own the page; the index is not counted."""
+        return self._words[page] >> 1
+
+    def kept(self, page: int) -> bool:
+        """Whether the index owns the page."""
+        return bool(self._words[page] & 1)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether the index is the page's only owner."""
+        return self._words[page] == 1
+
+    def generation(self, page: int) -> int:
+        """How often the page has changed hands; (page, generation) names its present content for good."""
+        return self._generations[page]
+
+    def idle_tail(self, pages: "array[int]", count_max: int) -> int:
+        """How many of the last `count_max` of `pages` are idle, counted from the end up to the first that is not."""
+        words = self._words
+        n = len(pages)
+        if count_max <= SCALAR_PAGES_MAX:
+            for k in range(count_max):
+                if words[pages[n - 1 - k]] != 1:
+                    return k
+            return count_max
+        tail = self._words_np.take(as_index(pages)[n - count_max :])
+        busy = np.flatnonzero(tail != 1)
+        return count_max if not len(busy) else count_max - 1 - int(busy[-1])
+
+    # ------------------------------------------------------------------ changes
+
+    def open(self, count: int, owner: object) -> "array[int]":
+        """Takes `count` free pages for `owner`: FREE -> OPEN."""
+        free = self._free
+        if count > len(free):
+            raise InvariantViolation(f"{count} pages opened with {len(free)} free")
+        if not count:
+            return array("i")
+        pages = free[-count:]
+        del free[-count:]
+        if count <= SCALAR_PAGES_MAX:
+            for p in pages:
+                self._words[p] = 2
+                self._states[p] = State.OPEN
+        else:
+            ids = as_index(pages)
+            self._words_np[ids] = 2
+            self._states_np[ids] = State.OPEN
+        return pages
+
+    def seal(self, pages: "array[int]", owner: object) -> None:
+        """OPEN -> READY: the bytes are complete and will not change."""
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if self._states[p] != State.OPEN or self._words[p] != 2:
+                    raise self._broken("sealed", p)
+            for p in pages:
+                self._states[p] = State.READY
+            return
+        ids = as_index(pages)
+        bad = (self._states_np.take(ids) != State.OPEN) | (self._words_np.take(ids) != 2)
+        if bad.any():
+            raise self._broken("sealed", int(ids[bad.argmax()]))
+        self._states_np[ids] = State.READY
+
+    def retain(self, pages: "array[int]", owner: object) -> None:
+        """Adds `owner` as a holder of READY pages."""
+        words = self._words
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if self._states[p] != State.READY:
+                    raise self._broken("retained", p)
+            for p in pages:
+                if words[p] == 1:
+                    self.idle -= 1
+                words[p] += 2
+            return
+        ids = as_index(pages)
+        bad = self._states_np.take(ids) != State.READY
+        if bad.any():
+            raise self._broken("retained", int(ids[bad.argmax()]))
+        found = self._words_np.take(ids)
+        self.idle -= int(np.count_nonzero(found == 1))
+        found += 2
+        self._words_np[ids] = found
+
+    def release(self, pages: "array[int]", owner: object) -> int:
+        """Removes `owner` as a holder; pages left without an owner become FREE.  Returns how many did."""
+        words = self._words
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if words[p] < 2:
+                    raise self._broken("released", p)
+            freed = array("i")
+            for p in pages:
+                w = words[p] - 2
+                if w < 0:
+                    raise self._broken("released twice in one batch", p)
+                words[p] = w
+                if w == 1:
+                    self.idle += 1
+                elif w == 0:
+                    freed.append(p)
+        else:
+            ids = as_index(pages)
+            found = self._words_np.take(ids)
+            found -= 2
+            if found.min() < 0:
+                raise self._broken("released", int(ids[found.argmin()]))
+            self._words_np[ids] = found
+            self.idle += int(np.count_nonzero(found == 1))
+            freed = array("i", ids[found == 0].tobytes())
+        self._set_free(freed)
+        return len(freed)
+
+    def keep(self, pages: "array[int]") -> None:
+        """The index becomes an owner of READY pages that it does not own yet."""
+        words = self._words
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if self._states[p] != State.READY or words[p] & 1 or not words[p]:
+                    raise self._broken("kept", p)
+            for p in pages:
+                words[p] |= 1
+            return
+        ids = as_index(pages)
+        found = self._words_np.take(ids)
+        bad = (self._states_np.take(ids) != State.READY) | (found & 1 != 0) | (found == 0)
+        if bad.any():
+            raise self._broken("kept", int(ids[bad.argmax()]))
+        self._words_np[ids] = found | 1
+
+    def drop(self, pages: "array[int]") -> int:
+        """The index stops owning the pages; those without a holder become FREE.  Returns how many did."""
+        if not pages:
+            return 0
+        ids = as_index(pages)
+        found = self._words_np.take(ids)
+        bad = found & 1 == 0
+        if bad.any():
+            raise self._broken("dropped", int(ids[bad.argmax()]))
+        found -= 1
+        self._words_np[ids] = found
+        freed = array("i", ids[found == 0].tobytes())
+        self.idle -= len(freed)
+        self._set_free(freed)
+        return len(freed)
+
+    def recycle(self, pages: "array[int]", owner: object) -> None:
+        """Hands idle pages straight to `owner`: READY -> OPEN with a new generation."""
+        words = self._words
+        count = len(pages)
+        if count <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if words[p] != 1:
+                    raise self._broken("recycled", p)
+            for p in pages:
+                words[p] = 2
+                self._states[p] = State.OPEN
+                self._generations[p] += 1
+        else:
+            ids = as_index(pages)
+            bad = self._words_np.take(ids) != 1
+            if bad.any():
+                raise self._broken("recycled", int(ids[bad.argmax()]))
+            self._words_np[ids] = 2
+            self._states_np[ids] = State.OPEN
+            self._generations_np[ids] += 1
+        self.idle -= count
+
+    # ------------------------------------------------------------------ inside
+
+    def _set_free(self, pages: "array[int]") -> None:
+        count = len(pages)
+        if not count:
+            return
+        if count <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if self._states[p] == State.FREE:
+                    raise self._broken("freed twice", p)
+                self._states[p] = State.FREE
+                self._generations[p] += 1
+        else:
+            ids = as_index(pages)
+            before = len(self._free)
+            order = np.arange(before, before + count)
+            self._generations_np[ids] += 1
+            self._words_np[ids] = order  # a page that is twice in the batch keeps only its later number
+            twice = self._words_np.take(ids) != order
+            self._words_np[ids] = 0
+            self._states_np[ids] = State.FREE
+            if twice.any():
+                raise self._broken("freed twice", int(ids[twice.argmax()]))
+        self._free.extend(pages)
+
+    def _broken(self, what: str, page: int) -> InvariantViolation:
+        return InvariantViolation(f"page {page} {what}: {self.story(page)}")
+
+    def story(self, page: int) -> str:
+        """What is known of a page, for an error message."""
+        return (
+            f"state {self.state(page).name}, {self.holders(page)} holders, "
+            f"{'in' if self.kept(page) else 'not in'} the index, generation {self.generation(page)}"
+        )
+
+    def check_invariants(self) -> None:
+        """Raises `InvariantViolation` when states, counts and the free list do not agree.  O(total)."""
+        words, states = self._words_np, self._states_np
+        free = np.zeros(self.total, dtype=bool)
+        ids = np.array(self._free, dtype=np.int64)
+        free[ids] = True
+        checks = {
+            "in the free list twice": len(ids) != int(free.sum()),
+            "free list and state differ": bool((free != (states == State.FREE)).any()),
+            "a page is owned by nobody and not free, or free and owned": bool((free != (words == 0)).any()),
+            "a count below zero": bool((words < 0).any()),
+            "an OPEN page with other than one holder": bool((words[states == State.OPEN] != 2).any()),
+            "idle is miscounted": self.idle != int((words == 1).sum()),
+        }
+        for what, broken in checks.items():
+            if broken:
+                raise InvariantViolation(f"ledger: {what}")
+
+
+def page_ids(pages: Iterable[int]) -> "array[int]":
+    """Page ids in the form that the ledger takes."""
+    return array("i", pages)
