@@ -1,0 +1,67 @@
+# Every target sets up what it needs. Paths are relative, so that the checkout may stand under any name.
+# PYTHON is the interpreter that .venv is made with; EXTRAS what is installed into it (add cuda on a CUDA machine).
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+EXTRAS ?= engine,dev
+ARGS ?=
+
+PY := .venv/bin/python
+SOURCES := $(wildcard kvkeep tests bench tools)
+PYTEST := $(PY) -m pytest
+
+# An activated environment or a foreign path must not leak in.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+.PHONY: setup
+setup: ## make .venv with everything in it, or bring it up to date
+	@command -v "$(PYTHON)" >/dev/null || { echo "setup: no '$(PYTHON)' here; kvkeep needs Python 3.11 or newer" >&2; exit 1; }
+	@"$(PYTHON)" tools/setup_env.py --extras "$(EXTRAS)"
+
+.PHONY: demo
+demo: setup ## the main job: agent sessions answered from kept pages (ARGS="--sessions 4 ...")
+	@.venv/bin/kvkeep demo $(ARGS)
+
+.PHONY: bench
+bench: setup ## measure the index against its floors (ARGS="--json FILE")
+	@.venv/bin/kvkeep bench index $(ARGS)
+
+.PHONY: lint
+lint: setup ## format, lint, types, layers
+	@$(PY) -m ruff format --check --quiet $(SOURCES) || { echo "run make fmt" >&2; exit 1; }
+	@$(PY) -m ruff check --quiet $(SOURCES)
+	@$(PY) -m mypy --no-error-summary $(SOURCES)
+	@.venv/bin/lint-imports --no-logo
+
+.PHONY: fmt
+fmt: setup ## format, and mend what the linter can mend
+	@$(PY) -m ruff check --fix --quiet $(SOURCES) || true
+	@$(PY) -m ruff format $(SOURCES)
+
+# Tests that measure time run alone; all others share the two cores. The run that closes the output is the large one.
+.PHONY: test
+test: lint ## everything that must hold before a change lands
+	@$(PYTEST) -q -m "timing and not slow" || [ $$? -eq 5 ]
+	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing and not slow"
+
+.PHONY: test-full
+test-full: lint planted ## test, with the long proofs and every planted bug
+	@$(PYTEST) -q -m timing || [ $$? -eq 5 ]
+	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing" --hypothesis-profile=full
+
+.PHONY: planted
+planted: setup ## plant each known bug and see the tests catch it (ARGS="ID ...")
+	@$(PY) -m tests.planted $(ARGS)
+
+.PHONY: clean
+clean: ## remove .venv, caches and built files
+	rm -rf .venv .venv.lock dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
