@@ -1,0 +1,251 @@
+"""The command line: kvkeep demo, verify and bench.
+
+Must not import torch, transformers or rich before a command needs them; must not measure anything itself.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kvkeep import __version__
+from kvkeep import report as reports
+from kvkeep.errors import BadInput, KvkeepError
+from kvkeep.report import Report
+
+EXIT_FINE = 0
+EXIT_BROKEN = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+ENGINE_EXTRA = {"torch", "transformers", "tokenizers", "gguf", "safetensors", "huggingface_hub", "rich"}
+
+Command = Callable[[argparse.Namespace], Report]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are BadInput, so that every kind of bad input ends the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message} (`{self.prog} --help` lists what can be said)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0 fine, 1 a promise is broken, 2 bad input, 130 interrupted."""
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except (BadInput, KvkeepError) as error:
+        return _complain(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ENGINE_EXTRA:
+            raise
+        return _complain(
+            f"this command needs {package}, which is not installed: pip install 'kvkeep[engine]'"
+        )
+    except KeyboardInterrupt:
+        print("kvkeep: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone. Point stdout elsewhere, or the interpreter complains at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN
+
+
+def _run(argv: list[str]) -> int:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    command: Command | None = arguments.command
+    if command is None:
+        parser.print_help()
+        return EXIT_FINE
+    if command is _bench:
+        arguments.case_arguments = rest
+    elif rest:
+        parser.error(f"{arguments.name} does not know {' '.join(rest)}")
+    path: Path | None = arguments.json
+    if path is not None:
+        reports.check_writable(path)
+    try:
+        result = command(arguments)
+    except KeyboardInterrupt:
+        # The long commands hand back what they measured so far; this one had not begun to measure.
+        print("kvkeep: interrupted, nothing measured yet", file=sys.stderr)
+        result = reports.interrupted(arguments.name)
+    if path is not None:
+        # A second Ctrl-C while the partial result is being written must not lose it.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            result.write(path)
+        finally:
+            signal.signal(signal.SIGINT, before)
+    if reports.INTERRUPTED in result.metrics:
+        return EXIT_INTERRUPTED
+    return EXIT_FINE if result.ok else EXIT_BROKEN
+
+
+def _complain(message: str) -> int:
+    print("kvkeep: " + " ".join(message.split()), file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _demo(arguments: argparse.Namespace) -> Report:
+    from kvkeep.engine import demo
+
+    return demo.run(
+        demo.DemoOptions(
+            sessions=arguments.sessions,
+            turns=arguments.turns,
+            pool_pages=arguments.pool_pages,
+            page_size=arguments.page_size,
+            max_new_tokens=arguments.max_new_tokens,
+            device=arguments.device,
+            model=arguments.model,
+            seed=arguments.seed,
+        )
+    )
+
+
+def _verify(arguments: argparse.Namespace) -> Report:
+    from kvkeep.engine import verify
+
+    return verify.run(
+        verify.VerifyOptions(
+            mode=arguments.mode,
+            model=arguments.model,
+            cases=arguments.cases,
+            page_size=arguments.page_size,
+            device=arguments.device,
+            seed=arguments.seed,
+        )
+    )
+
+
+def _bench(arguments: argparse.Namespace) -> Report:
+    from kvkeep import benching
+
+    if arguments.case is None:
+        names = benching.bench_names(benching.bench_directory())
+        raise BadInput(f"bench: name a case: {', '.join(names) or 'there is none'}")
+    return benching.run_bench(arguments.case, arguments.case_arguments)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="kvkeep",
+        description="Keeps the KV pages of finished requests and hands them to the next request "
+        "that begins with the same tokens.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvkeep {__version__}")
+    parser.set_defaults(command=None, name=None, json=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    _add_demo(commands)
+    _add_verify(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="run interleaved agent sessions on a real model, with and without kept pages",
+        description="Interleaved agent sessions on a real model: time to first token with kept pages and "
+        "without, and whether the outputs are identical. Exit code 1 when they are not.",
+        allow_abbrev=False,
+    )
+    demo.set_defaults(command=_demo, name="demo")
+    demo.add_argument("--sessions", type=_count, default=3, metavar="N", help="sessions in rotation (3)")
+    demo.add_argument("--turns", type=_count, default=5, metavar="N", help="turns of each session (5)")
+    demo.add_argument(
+        "--pool-pages", type=_count, default=64, metavar="N", help="pages in the pool of the cached run (64)"
+    )
+    demo.add_argument(
+        "--max-new-tokens", type=_count, default=24, metavar="N", help="tokens the model writes per turn (24)"
+    )
+    _add_model_options(demo)
+
+
+def _add_verify(commands: "argparse._SubParsersAction[Parser]") -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare cached and uncached runs of a real model, byte for byte",
+        description="The bit gate: KV bytes and logits of cached runs are compared exactly with runs that "
+        "took no page from the cache. Exit code 1 when any differs.",
+        allow_abbrev=False,
+    )
+    verify.set_defaults(command=_verify, name="verify")
+    verify.add_argument(
+        "--mode",
+        choices=("strict", "same-schedule"),
+        help="strict: against computing from scratch; same-schedule: against the same forwards over pages "
+        "that were never dropped (default: strict on cpu, same-schedule on cuda)",
+    )
+    verify.add_argument(
+        "--cases", type=_count, default=None, metavar="N", help="stop after about N compared requests (all)"
+    )
+    _add_model_options(verify)
+
+
+def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="run a bench case of the repository",
+        description="Run bench/CASE.py of the checkout; what is not --json is handed to it.",
+        allow_abbrev=False,
+    )
+    bench.set_defaults(command=_bench, name="bench")
+    _add_json(bench)
+    bench.add_argument("case", nargs="?", metavar="CASE", help="the case, such as index")
+
+
+def _add_model_options(command: Parser) -> None:
+    command.add_argument(
+        "--model",
+        default="smollm2-135m",
+        metavar="NAME",
+        help="smollm2-135m, stories260k, or the path of a .gguf, a llama2.c .bin or a Hugging Face folder",
+    )
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (cpu)"
+    )
+    command.add_argument(
+        "--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)"
+    )
+    command.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="seed of everything that is drawn at random (0)"
+    )
+    _add_json(command)
+
+
+def _add_json(command: Parser) -> None:
+    command.add_argument(
+        "--json", type=Path, default=None, metavar="FILE", help="write the result as JSON to FILE"
+    )
+
+
+def _count(text: str) -> int:
+    return _integer(text, at_least=1)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, at_least=0)
+
+
+def _integer(text: str, at_least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not usable here: it must be a whole number of at least {at_least}"
+        )
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
