@@ -1,0 +1,97 @@
+"""The contract between `kvkeep bench` and the files in bench/, and the helpers that the cases share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvkeep import benching, cli
+from kvkeep.benching import bench_names, median, p99, run_bench, spin_us, summary
+from kvkeep.errors import BadInput
+from kvkeep.report import Metric, Report
+
+CASE = """
+from dataclasses import dataclass
+from kvkeep.report import Metric, Report
+
+@dataclass
+class Seen:
+    arguments: "list[str]"
+
+def run(arguments):
+    seen = Seen(arguments)
+    return Report("bench echo", True, {"arguments": Metric(len(seen.arguments), "count")})
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of cases that holds one, `echo`, and a helper."""
+    (tmp_path / "echo.py").write_text(CASE)
+    (tmp_path / "_helper.py").write_text("")
+    monkeypatch.setattr(benching, "bench_directory", lambda: tmp_path)
+    return tmp_path
+
+
+def test_a_case_is_found_by_its_file_name_and_gets_its_arguments(bench: Path):
+    """`run_bench` runs the file of that name with the arguments that follow it."""
+    assert ["echo"] == bench_names(bench)
+    assert Report("bench echo", True, {"arguments": Metric(2, "count")}) == run_bench("echo", ["--size", "9"])
+
+
+def test_a_case_that_is_not_there_is_refused_with_the_known_ones(bench: Path):
+    """An unknown case, and a path instead of a name, are refused and the known cases are listed."""
+    for name in ("nothing", "../echo", "_helper", ""):
+        with pytest.raises(BadInput, match="known: echo"):
+            run_bench(name, [])
+
+
+def test_the_command_line_hands_over_what_is_not_its_own(bench: Path, tmp_path: Path):
+    """`bench echo --json FILE --size 9` writes FILE and gives the case the rest."""
+    assert 0 == cli.main(["bench", "echo", "--size", "9", "--json", str(tmp_path / "out.json")])
+    assert '"value": 2' in (tmp_path / "out.json").read_text()
+
+
+def test_outside_a_checkout_bench_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """In an installed copy `kvkeep bench` says that the cases are in the repository, exit code 2."""
+    monkeypatch.setattr(benching, "checkout_root", lambda: None)
+    assert 2 == cli.main(["bench", "index"])
+    assert "from a checkout of the repository" in capsys.readouterr().err
+
+
+def test_median_and_p99_are_the_textbook_ones():
+    """Median of an odd and an even count; p99 by nearest rank."""
+    assert 2 == median([3, 1, 2])
+    assert 2.5 == median([4, 1, 2, 3])
+    assert 99 == p99(list(range(1, 101)))
+    assert 7 == p99([7])
+    assert Metric(2, "us", p99=3, samples=3) == summary([1, 2, 3], "us")
+    for statistic in (median, p99):
+        with pytest.raises(ValueError):
+            statistic([])
+
+
+def test_the_spin_is_a_time():
+    """The calibration returns microseconds of the order that a loop of 10,000 additions takes anywhere."""
+    spin = spin_us(rounds=5)
+    assert spin.value is not None and 20 < spin.value < 20_000
+    assert 5 == spin.samples
+
+
+def test_help_and_version_need_no_engine():
+    """`import kvkeep`, `--help` and `--version` work where torch, transformers and rich cannot be imported."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'rich', 'tokenizers', 'gguf'): sys.modules[name] = None\n"
+        "import kvkeep\n"
+        "from kvkeep.cli import main\n"
+        "for words in ('--help', '--version', 'demo --help', 'verify --help', 'bench --help'):\n"
+        "    try: main(words.split())\n"
+        "    except SystemExit as end: assert not end.code, words\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "--pool-pages" in done.stdout
