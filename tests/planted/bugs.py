@@ -1,0 +1,56 @@
+"""The list of planted bugs.
+
+Must not hold anything but data: adding a bug is adding an entry here.
+
+An entry is one line that somebody could plausibly get wrong, and the tests that must then fail:
+
+    Bug(
+        id="seal-ignores-kv-len",                     # short, unique, says what is wrong
+        file="kvkeep/cache.py",
+        old="if kv_len >= (page + 1) * page_size:",   # in the file exactly once; part of a line will do
+        new="if kv_len >= page * page_size:",
+        caught_by=("tests/core/test_cache.py::test_last_page_is_not_sealed",),
+    )
+
+`old` may span several lines where one line alone is not unique, but only one of them may differ in `new`; a
+line is removed by leaving it out of `new`. `caught_by` are pytest node ids (or files); one test that says
+what the line is for is better than a whole file. Set `may_hang=True` where the mistake can make a test run
+for ever: only then does running out of time count as caught.
+
+`make planted` plants each bug in turn and shows the table; `make planted ARGS="ID ID"` only some of them.
+`make test` checks that each still applies, `make test-full` that each is caught.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One mistake: replacing `old` with `new` in `file` must make at least one of `caught_by` fail."""
+
+    id: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    may_hang: bool = False
+
+
+BUGS: tuple[Bug, ...] = (
+    Bug(
+        id="set-up-trusts-half-finished-environment",
+        file="tools/setup_env.py",
+        old="        if have != want or not works():",
+        new="        if have != NO_STAMP and have != want or not works():",
+        caught_by=("tests/test_setup_env.py::test_environment_without_a_stamp_is_made_again",),
+    ),
+    Bug(
+        id="unknown-public-name-is-none",
+        file="kvkeep/__init__.py",
+        old="""    if home is None:
+        raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")""",
+        new="""    if home is None:
+        return None""",
+        caught_by=("tests/test_project.py::test_unknown_name_of_the_package_is_an_error",),
+    ),
+)
