@@ -148,9 +148,7 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
         raise BadInput(f"token id {bad} at position {at}: ids must be 0 to 2147483647") from None
     except TypeError:
         at, bad = next((i, t) for i, t in enumerate(tokens) if not hasattr(t, "__index__"))
-        raise BadInput(
-            f"token id {bad!r} at position {at} is {type(bad).__name__}: ids must be integers"
-        ) from None
+        raise BadInput(f"token id {bad!r} at position {at} is {type(bad).__name__}: ids must be integers") from None
 
 
 def _from_buffer(tokens: Any) -> npt.NDArray[np.int32]:
@@ -168,10 +166,10 @@ def _from_buffer(tokens: Any) -> npt.NDArray[np.int32]:
         raise BadInput(f"token ids of shape {ids.shape}: they must have one dimension")
     if ids.dtype.kind not in "iu":
         raise BadInput(f"token ids of dtype {ids.dtype}: ids must be integers")
-    if ids.dtype.itemsize > TOKEN_NBYTES or ids.dtype.kind == "u":
-        if len(ids) and (ids.max() > 2**31 - 1 or ids.min() < 0):
-            at = int(((ids > 2**31 - 1) | (ids < 0)).argmax())
-            raise BadInput(f"token id {int(ids[at])} at position {at}: ids must be 0 to 2147483647")
+    may_overflow = ids.dtype.itemsize > TOKEN_NBYTES or ids.dtype.kind == "u"
+    if may_overflow and len(ids) and (ids.max() > 2**31 - 1 or ids.min() < 0):
+        at = int(((ids > 2**31 - 1) | (ids < 0)).argmax())
+        raise BadInput(f"token id {int(ids[at])} at position {at}: ids must be 0 to 2147483647")
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
@@ -235,7 +233,7 @@ def chain_names(
     raw: their token ids, a byte view of a multiple of `page_nbytes`.
     first: the index in its chain of the first page, for `media`.
     """
-    names = []
+    names: list[int] = []
     append = names.append
     if not media:
         for at in range(0, len(raw), page_nbytes):
@@ -250,7 +248,7 @@ def chain_names(
 
 def self_test() -> None:
     """Raises `InvariantViolation` when this machine does not give the names that every other one gives."""
-    raw = memoryview(np.arange(256, dtype=np.int32)).cast("B")
+    raw = np.arange(256, dtype=np.int32).data.cast("B")
     got = chain_names(make_identity(b"kvkeep").name, raw, 512)
     if got != GOLDEN_SELF_TEST:
         raise InvariantViolation(f"names differ on this machine: {got} instead of {GOLDEN_SELF_TEST}")

@@ -1,0 +1,498 @@
+"""TieredCache: one pool of pages, one index over it, one ledger, one lock.
+
+Must not know models, devices or event loops.  Reads as the life of a request: admit, extend, seal, truncate,
+finish or abort; then how room is made; then what concerns the whole cache.
+
+Who owns a page at any moment: the leases that list it, and the index if it is in the run tree.  Decisions are taken
+under the lock; token ids are converted, hashed and compared to their limits outside it.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from kvkeep.config import CacheConfig
+from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
+from kvkeep.index.eviction import EvictionOrder, LruOrder
+from kvkeep.index.names import (
+    TOKEN_NBYTES,
+    Fingerprint,
+    Hash64,
+    Identity,
+    MediaItem,
+    PageMedia,
+    TokenIds,
+    as_int32,
+    as_token_ids,
+    chain_names,
+    check_token_range,
+    cut_before_split_item,
+    hash64,
+    make_identity,
+    page_media,
+    self_test,
+)
+from kvkeep.index.runs import Match, Place, RunTree
+from kvkeep.lease import Lease
+from kvkeep.tiers.gpu_pool import GpuPool
+from kvkeep.tiers.ledger import Ledger
+
+ORDERS: dict[str, type[LruOrder]] = {"lru": LruOrder}
+
+#: Identities remembered between admissions; beyond it they are made again (about 2 us).
+IDENTITIES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot; pages are counts of now, the rest counts since the start.
+
+    pages_cached are owned by the index only, pages_live by at least one request.  prompt_tokens and matched_tokens are
+    recorded once an admission that succeeded; refusals are admissions and extensions that raised `OutOfPages`.
+    """
+
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_live: int
+    leases: int
+    admissions: int
+    refusals: int
+    prompt_tokens: int
+    matched_tokens: int
+    pages_stored: int
+    pages_evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetReport:
+    """pages_freed are free now; pages_held are still read by live requests and become free when those end."""
+
+    pages_freed: int
+    pages_held: int
+
+
+class TieredCache:
+    """Keeps the KV pages of ended requests and hands them to requests that begin with the same tokens.
+
+    config, pool: what and where.
+    fingerprint: what KV bytes depend on besides tokens (`Fingerprint`, or bytes that stand for one).
+    ledger, hash_fn: for tests: a tracing twin of the ledger, a hash that collides.
+
+    All methods may be called from any thread, each lease from one at a time.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        pool: GpuPool,
+        fingerprint: Fingerprint | bytes,
+        *,
+        ledger: Ledger | None = None,
+        order: EvictionOrder | None = None,
+        hash_fn: Hash64 = hash64,
+    ) -> None:
+        self_test()
+        if pool.layout is not None and pool.layout.page_size != config.page_size:
+            raise BadInput(
+                f"the pool has pages of {pool.layout.page_size} positions and the configuration says "
+                f"{config.page_size}: they must be equal"
+            )
+        self.config = config
+        self.pool = pool
+        self._page_size = config.page_size
+        self._page_nbytes = config.page_size * TOKEN_NBYTES
+        self._store_at_seal = config.index_at == "seal"
+        self._hash = hash_fn
+        self._fingerprint = fingerprint.encode() if isinstance(fingerprint, Fingerprint) else fingerprint
+        self._identities: dict[tuple[bytes, bytes, bytes], Identity] = {}
+        self._lock = Lock()
+        self._ledger = ledger if ledger is not None else Ledger(pool.pages)
+        if self._ledger.total != pool.pages:
+            raise BadInput(f"a ledger of {self._ledger.total} pages for a pool of {pool.pages}")
+        self._order = order if order is not None else ORDERS[config.eviction]()
+        self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn)
+        self._leases: dict[int, Lease] = {}
+        self._epoch = 0
+        self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = 0
+        self._pages_stored = self._pages_evicted = 0
+
+    # ------------------------------------------------------------------ the life of a request
+
+    def admit(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        label: bytes = b"",
+        media: Sequence[MediaItem] = (),
+        reuse: bool = True,
+        store: bool = True,
+    ) -> Lease:
+        """Matches a prompt, pins what matched and reserves pages to the end of the prompt: all, or nothing.
+
+        tokens: the prompt's token ids, one or more (see `TokenIds`).
+        salt, adapter, label: requests that differ in one of them share nothing.
+        media: the spans of `tokens` that are placeholders.
+        reuse, store: opt out of taking pages from the cache, or of leaving pages in it.
+
+        At least one token stays to be computed, so at most `(len(tokens) - 1) // page_size` pages match.
+        Raises `OutOfPages`, or `BadInput` for input that could never be admitted.
+        """
+        ids = as_int32(tokens)
+        length = len(ids)
+        reserve = -(-length // self._page_size)
+        if not length:
+            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
+        if reserve > self.pool.pages:
+            raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self.pool.pages}")
+        by_page, storable = page_media(media, self._page_size, length) if media else (None, None)
+        raw = ids.data.cast("B")
+        limit = (length - 1) // self._page_size if reuse else 0
+        if storable is not None:
+            limit = min(limit, storable)
+        with self._lock:
+            identity = self._identity(salt, adapter, label)
+            pages, name = self._match(identity, raw, limit, by_page)
+            matched = len(pages)
+            rest = check_token_range(ids[matched * self._page_size :])
+            number = self._admissions
+            self._ledger.retain(pages, number)
+            try:
+                pages.extend(self._take(reserve - matched, number))
+            except OutOfPages:
+                self._ledger.release(pages, number)
+                self._refusals += 1
+                raise
+            own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
+            lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
+            if matched:
+                lease.path = (pages[matched - 1], self._ledger.generation(pages[matched - 1]))
+            lease.store, lease.storable, lease.media = store, storable, by_page
+            lease.epoch = self._epoch
+            self._leases[number] = lease
+            self._admissions += 1
+            self._prompt_tokens += length
+            self._matched_tokens += lease.matched_len
+        return lease
+
+    def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
+        """Appends token ids that were sampled, and makes sure that pages exist for them and `room` positions more.
+
+        Raises `OutOfPages` and changes nothing when they cannot.
+        """
+        self._check_live(lease)
+        ids = as_token_ids(tokens)
+        length = lease.length + len(ids)
+        need = -(-(length + room) // self._page_size) - len(lease.pages)
+        if need > 0:
+            with self._lock:
+                try:
+                    lease.pages.extend(self._take(need, lease.number))
+                except OutOfPages:
+                    self._refusals += 1
+                    raise
+        lease.tokens += ids.data
+        lease.length = length
+
+    def seal(self, lease: Lease, kv_len: int) -> None:
+        """Says that the first `kv_len` positions hold committed KV: the pages they fill become immutable.
+
+        After sampling, `kv_len` is one less than `lease.length`: the last token has no KV yet.  With index_at="seal"
+        the pages become visible to other requests now.
+        """
+        self._check_live(lease)
+        self._check_kv_len(lease, kv_len)
+        lease.kv_len = kv_len
+        if kv_len // self._page_size <= lease.sealed:
+            return
+        names = self._name_full_pages(lease)
+        with self._lock:
+            self._seal_pages(lease, names)
+            if self._store_at_seal:
+                self._store(lease)
+
+    def truncate(self, lease: Lease, length: int) -> None:
+        """Rolls the lease back to its first `length` tokens.
+
+        A sealed page is never rewritten: where `length` ends inside one, a fresh page gets its committed positions and
+        takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that.
+        """
+        self._check_live(lease)
+        if not 0 <= length <= lease.length:
+            raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
+        full, part = divmod(length, self._page_size)
+        keep = full + (part > 0)
+        with self._lock:
+            gone = lease.pages[keep:]
+            replace = part and full < lease.sealed
+            if replace and not self._could_free(gone):
+                self._refusals += 1
+                raise self._out_of_pages(1)
+            self._rewind(lease, full, length)
+            del lease.pages[keep:]
+            self._release(lease, gone)
+            if replace:
+                fresh = self._take(1, lease.number)
+                self.pool.copy_positions(lease.pages[full], fresh[0], part)
+                sealed, lease.pages[full : full + 1] = lease.pages[full : full + 1], fresh
+                self._release(lease, sealed)
+        lease.length = length
+        lease.kv_len = min(lease.kv_len, length)
+
+    def finish(self, lease: Lease, kv_len: int) -> None:
+        """Ends a request whose first `kv_len` positions hold committed KV: its full pages stay, the rest is free."""
+        self._check_live(lease)
+        self._check_kv_len(lease, kv_len)
+        lease.kv_len = kv_len
+        names = self._name_full_pages(lease)
+        with self._lock:
+            self._seal_pages(lease, names)
+            if not self._store(lease):
+                self._touch(lease)
+            self._end(lease)
+
+    def abort(self, lease: Lease) -> None:
+        """Ends a request and stores nothing more of it; pages already in the index stay there."""
+        self._check_live(lease)
+        with self._lock:
+            self._end(lease)
+
+    def poll(self) -> int:
+        """Applies the copies that have completed since the last call and returns how many.
+
+        A cache of one tier makes no copies: it returns 0.  Engines call it once a step.
+        """
+        return 0
+
+    # ------------------------------------------------------------------ sealing and storing
+
+    def _name_full_pages(self, lease: Lease) -> list[int]:
+        """Names of the pages that `kv_len` fills and that are not sealed yet.  Outside the lock."""
+        first, last = lease.sealed, lease.kv_len // self._page_size
+        if last <= first:
+            return []
+        parent = lease.names[-1] if lease.names else lease.base_name
+        raw = lease.raw(first, last, self._page_size)
+        return chain_names(parent, raw, self._page_nbytes, first, lease.media, self._hash)
+
+    def _seal_pages(self, lease: Lease, names: list[int]) -> None:
+        if names:
+            self._ledger.seal(lease.pages[lease.sealed : lease.sealed + len(names)], lease.number)
+            lease.names += names
+
+    def _store(self, lease: Lease) -> bool:
+        """Puts the lease's sealed pages into the tree and stamps its path; False when there was nothing to put."""
+        last = lease.sealed if lease.storable is None else min(lease.sealed, lease.storable)
+        if last <= lease.stored or not lease.store or lease.epoch != self._epoch:
+            return False
+        place = self._place(lease)
+        if place is None:  # another request's pages on this path have left: begin again with our own
+            lease.stored, lease.path, lease.twins = lease.base, self._page_id(lease, lease.base - 1), []
+            place = self._place(lease)
+            if place is None:
+                raise InvariantViolation(f"{lease}: a page that it took from the index is not there")
+        first = lease.stored
+        done = self._tree.insert(
+            place,
+            lease.names[first - lease.base : last - lease.base],
+            lease.raw(first, last, self._page_size),
+            lease.pages[first:last],
+            lease.media,
+        )
+        lease.twins.extend(range(first, first + done.twins))
+        lease.stored = last
+        lease.path = (done.last, self._ledger.generation(done.last))
+        self._pages_stored += last - first - done.twins
+        return True
+
+    def _place(self, lease: Lease) -> Place | None:
+        """Where the lease's path ends in the tree; None when the page that ended it has left."""
+        if lease.path is None:
+            return self._tree.root(lease.identity)
+        page, generation = lease.path
+        return self._tree.place(page) if self._ledger.generation(page) == generation else None
+
+    def _page_id(self, lease: Lease, depth: int) -> tuple[int, int] | None:
+        return None if depth < 0 else (lease.pages[depth], self._ledger.generation(lease.pages[depth]))
+
+    def _touch(self, lease: Lease) -> None:
+        if lease.epoch == self._epoch and lease.path is not None:
+            place = self._place(lease)
+            if place is not None:
+                self._tree.touch(place)
+
+    def _end(self, lease: Lease) -> None:
+        lease.live = False
+        del self._leases[lease.number]
+        self._release(lease, lease.pages)
+
+    def _release(self, lease: Lease, pages: "array[int]") -> None:
+        """The lease lets go of consecutive pages; the deepest one in the tree may end a run that is droppable now."""
+        self._ledger.release(pages, lease.number)
+        for page in reversed(pages):
+            if page in self._tree:
+                self._tree.offer(page)
+                break
+
+    # ------------------------------------------------------------------ making room
+
+    def _take(self, count: int, owner: int) -> "array[int]":
+        """OPEN pages for `owner`: free ones first, then cached pages, coldest first, only as many as are short.
+
+        Raises `OutOfPages`, before it has dropped anything, when free and droppable pages do not suffice.
+        """
+        ledger = self._ledger
+        short = count - ledger.free
+        if short <= 0:
+            return ledger.open(count, owner)
+        if short > ledger.idle:
+            raise self._out_of_pages(count)
+        pages = self._tree.evict(short)
+        ledger.recycle(pages, owner)
+        self._pages_evicted += len(pages)
+        if len(pages) < short:
+            pages.extend(self._take_twins(short - len(pages), owner))
+        if count > short:
+            pages.extend(ledger.open(count - short, owner))
+        return pages
+
+    def _out_of_pages(self, asked: int) -> OutOfPages:
+        ledger = self._ledger
+        short = asked - ledger.free - ledger.idle
+        return OutOfPages(asked=asked, short=short, in_flight=0, held=ledger.held, total=ledger.total)
+
+    def _take_twins(self, count: int, owner: int) -> "array[int]":
+        """Frees idle pages that cannot leave because a live request's pages hang behind them.
+
+        Such a request has a private page of equal content for each (it lost the race to store it), so the index takes
+        that one instead.
+        """
+        ledger, tree = self._ledger, self._tree
+        for lease in self._leases.values():
+            place = self._place(lease) if lease.twins and lease.epoch == self._epoch else None
+            if place is None:
+                continue
+            for depth in lease.twins[:]:
+                other = tree.page_at(place, depth)
+                if ledger.is_idle(other):
+                    lease.twins.remove(depth)
+                    tree.replace(other, lease.pages[depth])
+                    self._pages_evicted += 1
+            lease.path = self._page_id_on_path(lease, place)
+            if ledger.free >= count:
+                break
+        if ledger.free < count:
+            raise InvariantViolation(f"{count - ledger.free} idle pages can neither leave nor be replaced")
+        return ledger.open(count, owner)
+
+    def _page_id_on_path(self, lease: Lease, place: Place) -> tuple[int, int]:
+        page = self._tree.page_at(place, place.depth - 1)
+        return (page, self._ledger.generation(page))
+
+    # ------------------------------------------------------------------ rolling back
+
+    def _could_free(self, pages: "array[int]") -> bool:
+        """Whether a page can be had once this lease has released `pages`."""
+        return bool(self._ledger.free or self._ledger.idle or any(self._ledger.holders(p) == 1 for p in pages))
+
+    def _rewind(self, lease: Lease, full: int, length: int) -> None:
+        """Takes names, token ids and the path back to `full` pages and `length` tokens."""
+        place = self._place(lease) if lease.epoch == self._epoch else None
+        if full < lease.base:
+            content = self._tree.page_content(lease.pages[full]) if lease.pages[full] in self._tree else None
+            before = self._tree.page_content(lease.pages[full - 1]) if full and content else None
+            lease.base_name = before[1] if before else lease.identity.name
+            lease.tokens = bytearray(content[0] if content else self._page_nbytes)
+            lease.base = full
+        del lease.tokens[(length - lease.base * self._page_size) * TOKEN_NBYTES :]
+        del lease.names[max(full - lease.base, 0) :]
+        lease.stored = min(lease.stored, full)
+        lease.twins = [d for d in lease.twins if d < full]
+        if place is not None and place.depth > full:
+            page = self._tree.page_at(place, full - 1) if full else None
+            lease.path = None if page is None else (page, self._ledger.generation(page))
+
+    # ------------------------------------------------------------------ the whole cache
+
+    def reset(self) -> ResetReport:
+        """Forgets every cached page at once; live requests go on, and store nothing that began before."""
+        with self._lock:
+            return self._reset()
+
+    def set_fingerprint(self, fingerprint: Fingerprint | bytes) -> ResetReport:
+        """New weights, dtype or layout: every old name is unmatchable from now on, as after `reset`."""
+        with self._lock:
+            self._fingerprint = fingerprint.encode() if isinstance(fingerprint, Fingerprint) else fingerprint
+            self._identities.clear()
+            return self._reset()
+
+    def _reset(self) -> ResetReport:
+        held = self._ledger.held
+        self._epoch += 1
+        return ResetReport(pages_freed=self._tree.clear(), pages_held=held)
+
+    def stats(self) -> CacheStats:
+        """Counts of now and since the start."""
+        with self._lock:
+            ledger = self._ledger
+            return CacheStats(
+                pages_total=ledger.total,
+                pages_free=ledger.free,
+                pages_cached=ledger.idle,
+                pages_live=ledger.held,
+                leases=len(self._leases),
+                admissions=self._admissions,
+                refusals=self._refusals,
+                prompt_tokens=self._prompt_tokens,
+                matched_tokens=self._matched_tokens,
+                pages_stored=self._pages_stored,
+                pages_evicted=self._pages_evicted,
+            )
+
+    def check_invariants(self) -> None:
+        """Raises `InvariantViolation` when counts differ from the owners recomputed.  O(pages), for tests and idle."""
+        with self._lock:
+            ledger = self._ledger
+            ledger.check_invariants()
+            self._tree.check_invariants()
+            holders = [0] * ledger.total
+            for lease in self._leases.values():
+                for page in lease.pages:
+                    holders[page] += 1
+            for page, count in enumerate(holders):
+                if ledger.holders(page) != count:
+                    raise InvariantViolation(
+                        f"page {page}: {count} leases list it, the ledger says {ledger.story(page)}"
+                    )
+
+    # ------------------------------------------------------------------ checks and small things
+
+    def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> Match:
+        found = self._tree.match(identity, raw, limit, media)
+        if media is None or not found.pages:
+            return found
+        whole = cut_before_split_item(len(found.pages), self._page_size, media)
+        return found if whole == len(found.pages) else self._tree.match(identity, raw, whole, media)
+
+    def _identity(self, salt: bytes, adapter: bytes, label: bytes) -> Identity:
+        key = (salt, adapter, label)
+        found = self._identities.get(key)
+        if found is None:
+            found = make_identity(self._fingerprint, *key, hash_fn=self._hash)
+            if len(self._identities) >= IDENTITIES_MAX:
+                self._identities.clear()
+            self._identities[key] = found
+        return found
+
+    def _check_live(self, lease: Lease) -> None:
+        if not lease.live:
+            raise InvariantViolation(f"{lease} has ended")
+
+    def _check_kv_len(self, lease: Lease, kv_len: int) -> None:
+        if not lease.sealed * self._page_size <= kv_len <= lease.length:
+            raise BadInput(
+                f"kv_len {kv_len}: it must be {lease.sealed * self._page_size} to {lease.length}, sealed to known"
+            )

@@ -1,0 +1,122 @@
+"""A run: a stretch of consecutive pages of one chain, stored together.
+
+Must not know the tree it hangs in beyond its neighbours, nor who owns its pages.
+"""
+
+from array import array
+from typing import Any
+
+from kvkeep.index.names import MediaItem
+
+
+class Run:
+    """Consecutive pages `start` to `end` of a chain, in contiguous arrays that grow in place.
+
+    tokens: token ids of all pages, int32 bytes.   names, pages: one a page.
+    media: media items by page index in the chain, for the pages that have any; None when none has.
+    key: the name of the first page as the parent's children know it; `sibling` is the next run under the same name.
+    children: runs that go on behind the last page, by the name of their first page; None for none.
+    ends, stamps: recency.  `stamps[i]` is when pages up to `ends[i]` (and from `ends[i + 1]`, or `start`) were last
+        used; tail first, so both fall from left to right in `ends` and rise in `stamps`.
+    serial: a number of its own.   queued: the eviction order has an entry for it.
+    A root is a run without pages at depth 0; a run that lost all its pages is dead and hangs nowhere.
+    """
+
+    __slots__ = (
+        "children", "ends", "key", "media", "names", "pages", "parent", "queued", "serial", "sibling", "stamps",
+        "start", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, parent: "Run | None", start: int, key: int, serial: int) -> None:
+        self.parent = parent
+        self.start = start
+        self.key = key
+        self.serial = serial
+        self.sibling: Run | None = None
+        self.children: dict[int, Run] | None = None
+        self.tokens = bytearray()
+        self.names = array("Q")
+        self.pages = array("i")
+        self.media: dict[int, tuple[MediaItem, ...]] | None = None
+        self.ends: list[int] = []
+        self.stamps: list[int] = []
+        self.queued = False
+
+    @property
+    def end(self) -> int:
+        """The depth behind the last page."""
+        return self.start + len(self.pages)
+
+    def common(self, at: int, raw: Any, offset: int, count: int, page_nbytes: int) -> int:
+        """How many of `count` pages of token bytes `raw[offset:]` equal this run's pages from position `at` on."""
+        count = min(count, len(self.pages) - at)
+        tokens = self.tokens
+        at *= page_nbytes
+        if tokens.startswith(raw[offset : offset + count * page_nbytes], at):
+            return count
+        low, high = 0, count  # `low` pages are equal, `high` are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            a, b = low * page_nbytes, middle * page_nbytes
+            if tokens.startswith(raw[offset + a : offset + b], at + a):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def touch(self, end: int, stamp: int) -> None:
+        """Pages up to depth `end` were used at `stamp`, which is later than every stamp before."""
+        ends, stamps = self.ends, self.stamps
+        while ends and ends[-1] <= end:
+            ends.pop()
+            stamps.pop()
+        ends.append(end)
+        stamps.append(stamp)
+
+    def trim(self, count: int, page_nbytes: int) -> "array[int]":
+        """Removes the last `count` pages (fewer than all) and returns their ids."""
+        at = len(self.pages) - count
+        gone = self.pages[at:]
+        del self.pages[at:]
+        del self.names[at:]
+        tokens = self.tokens
+        del tokens[at * page_nbytes :]
+        if tokens.__alloc__() > 4096 + (len(tokens) * 5 >> 2):
+            self.tokens = bytearray(tokens)  # gives the slack back
+        end = self.start + at
+        ends, stamps = self.ends, self.stamps
+        while len(ends) > 1 and ends[1] >= end:
+            del ends[0], stamps[0]
+        ends[0] = end
+        if self.media:
+            self.media = {d: m for d, m in self.media.items() if d < end} or None
+        return gone
+
+    def split_head(self, depth: int, head: "Run", page_nbytes: int) -> None:
+        """Moves the pages before `depth` into the empty run `head`; this run keeps the tail."""
+        at = depth - self.start
+        head.tokens, self.tokens = self.tokens[: at * page_nbytes], self.tokens[at * page_nbytes :]
+        head.names, self.names = self.names[:at], self.names[at:]
+        head.pages, self.pages = self.pages[:at], self.pages[at:]
+        ends, stamps = self.ends, self.stamps
+        j = len(ends) - 1
+        while ends[j] < depth:
+            j -= 1
+        head.ends, head.stamps = [depth, *ends[j + 1 :]], stamps[j:]
+        keep = j + (ends[j] > depth)
+        self.ends, self.stamps = ends[:keep], stamps[:keep]
+        if self.media:
+            head.media = {d: m for d, m in self.media.items() if d < depth} or None
+            self.media = {d: m for d, m in self.media.items() if d >= depth} or None
+        self.start = depth
+        self.key = self.names[0]
+
+
+class Root(Run):
+    """Where the chains of one identity start: no pages, depth 0, and the identity's record in full."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: bytes, name: int, serial: int) -> None:
+        super().__init__(None, 0, name, serial)
+        self.record = record

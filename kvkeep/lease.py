@@ -1,0 +1,74 @@
+"""What an admitted request holds.
+
+Must not know the tree, the pool or the lock: `cache.py` is the only one that changes a lease.
+"""
+
+from array import array
+from typing import Literal
+
+from kvkeep.index.names import TOKEN_NBYTES, Identity, PageMedia
+
+
+class Lease:
+    """The pages of one live request, in order, and what is known of their content.
+
+        positions   0 ........ matched_len ........ kv_len ........ length ........ reserved
+        pages       | shared, from the cache | sealed | being written |  room  |
+        tokens                 | token ids from `base` on .........|
+
+    pages: page ids; position p lies in `pages[p // page_size]`.  Treat it as read-only.
+    length: token ids known (prompt and appended).   kv_len: positions known to hold committed KV.
+    matched_len: positions that admission took from the cache.
+    """
+
+    __slots__ = (
+        "base", "base_name", "epoch", "identity", "kv_len", "length", "live", "matched_len", "media", "names",
+        "number", "pages", "path", "storable", "store", "stored", "tokens", "twins",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        number: int,
+        identity: Identity,
+        pages: "array[int]",
+        base: int,
+        base_name: int,
+        tokens: bytearray,
+        length: int,
+        matched_len: int,
+    ) -> None:
+        self.number = number
+        self.identity = identity
+        self.pages = pages
+        self.length = length
+        self.matched_len = matched_len
+        self.kv_len = matched_len
+        self.live: Literal[True, False] = True
+        # The chain: pages before `base` are shared ones in the index, called `base_name` at their end; from there on
+        # `tokens` are this lease's own ids (int32 bytes) and `names` those of its sealed pages.
+        self.base = base
+        self.base_name = base_name
+        self.tokens = tokens
+        self.names: list[int] = []
+        # The index: pages up to `stored` are there, the last one as (page, generation) `path` (None: the root); `twins`
+        # are the depths where the index has another request's page of equal content.
+        self.store = True
+        self.storable: int | None = None
+        self.media: PageMedia = None
+        self.epoch = 0
+        self.stored = base
+        self.path: tuple[int, int] | None = None
+        self.twins: list[int] = []
+
+    @property
+    def sealed(self) -> int:
+        """Leading pages that are immutable."""
+        return self.base + len(self.names)
+
+    def raw(self, first: int, last: int, page_size: int) -> memoryview:
+        """Token ids of pages `first` to `last` as bytes; let it go before tokens are appended."""
+        nbytes = page_size * TOKEN_NBYTES
+        return memoryview(self.tokens)[(first - self.base) * nbytes : (last - self.base) * nbytes]
+
+    def __repr__(self) -> str:
+        return f"Lease {self.number}"

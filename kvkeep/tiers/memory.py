@@ -1,0 +1,137 @@
+"""Where page bytes are: memory of our own, or an engine's tensors.
+
+Must not know owners or names.  The only part of `tiers` that imports torch, and only when memory is asked for.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvkeep.errors import BadInput
+from kvkeep.tiers.layout import PageLayout
+
+if TYPE_CHECKING:
+    import torch
+
+#: What freed pages are filled with in tests: a NaN in every float dtype, so that any use of it shows.
+POISON_BYTE = 0xFF
+
+
+class PageMemory(Protocol):
+    """The bytes of numbered pages."""
+
+    def copy_positions(self, source: int, target: int, count: int) -> None:
+        """Copies K and V of the first `count` positions of one page to another, in the device's stream order."""
+
+    def page_bytes(self, page: int) -> bytes:
+        """A copy of one page's bytes in the order of `PageLayout.shape`."""
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fills pages with `POISON_BYTE`."""
+
+
+class PageMajorMemory:
+    """One tensor `kv` of shape [pages, *layout.shape]: a page is one contiguous piece."""
+
+    def __init__(self, kv: "torch.Tensor") -> None:
+        self.kv = kv
+
+    def copy_positions(self, source: int, target: int, count: int) -> None:
+        self.kv[target, :, :, :count].copy_(self.kv[source, :, :, :count])
+
+    def page_bytes(self, page: int) -> bytes:
+        return _as_bytes(self.kv[page])
+
+    def poison(self, pages: Sequence[int]) -> None:
+        _fill(self.kv, list(pages))
+
+
+class LayerMajorMemory:
+    """One tensor a layer, each [pages, 2, page_size, kv_heads, head_dim], by a view where the engine differs."""
+
+    def __init__(self, layers: Sequence["torch.Tensor"]) -> None:
+        self.layers = list(layers)
+
+    def copy_positions(self, source: int, target: int, count: int) -> None:
+        for layer in self.layers:
+            layer[target, :, :count].copy_(layer[source, :, :count])
+
+    def page_bytes(self, page: int) -> bytes:
+        return b"".join(_as_bytes(layer[page]) for layer in self.layers)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        for layer in self.layers:
+            _fill(layer, list(pages))
+
+
+def allocate(layout: PageLayout, pages: int, device: str) -> PageMajorMemory:
+    """New memory for `pages` pages on a torch device ("cpu", "cuda", "cuda:1")."""
+    torch = _torch()
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise BadInput(f"device {device!r}: torch finds no CUDA device here; use 'cpu'")
+    shape = (pages, *layout.shape)
+    try:
+        return PageMajorMemory(torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device))
+    except (RuntimeError, MemoryError) as e:
+        need = pages * layout.page_nbytes
+        raise BadInput(
+            f"a pool of {pages} pages needs {need / 2**30:.2f} GiB on {device!r}, which cannot be had; "
+            f"use fewer pages ({str(e).splitlines()[0]})"
+        ) from None
+
+
+def adopt(
+    tensors: "torch.Tensor | Sequence[torch.Tensor]", layout: PageLayout, page_axis: int = 0
+) -> tuple[PageMajorMemory | LayerMajorMemory, int]:
+    """An engine's own tensors as page memory, and how many pages they hold.
+
+    tensors: one of shape [pages, *layout.shape], or one a layer of shape [pages, 2, page_size, kv_heads, head_dim]
+        (page_axis=0) or [2, pages, page_size, kv_heads, head_dim] (page_axis=1).
+    Any other shape, dtype or stride is refused: pages would be read in the wrong places.
+    """
+    torch = _torch()
+    if isinstance(tensors, torch.Tensor):
+        if page_axis != 0:
+            raise BadInput(f"page_axis {page_axis}: one tensor of all layers has its pages first, page_axis=0")
+        _check_adopted(tensors, tensors, layout.shape, layout.dtype, "tensor")
+        return PageMajorMemory(tensors), int(tensors.shape[0])
+    if page_axis not in (0, 1):
+        raise BadInput(f"page_axis {page_axis}: it must be 0, or 1 for tensors [2, pages, ...] a layer")
+    if len(tensors) != layout.layers:
+        raise BadInput(f"{len(tensors)} tensors for {layout.layers} layers: one tensor a layer is needed")
+    views = [t.transpose(0, 1) if page_axis and t.dim() > 1 else t for t in tensors]
+    for i, (t, view) in enumerate(zip(tensors, views, strict=True)):
+        _check_adopted(t, view, layout.shape[1:], layout.dtype, f"tensor of layer {i}")
+        if view.shape != views[0].shape or t.device != tensors[0].device:
+            raise BadInput(f"tensor of layer {i} has another number of pages, or device, than that of layer 0")
+    return LayerMajorMemory(views), int(views[0].shape[0])
+
+
+def _check_adopted(t: "torch.Tensor", view: "torch.Tensor", want: tuple[int, ...], dtype: str, what: str) -> None:
+    if tuple(view.shape[1:]) != want or not view.dim() or not view.shape[0]:
+        raise BadInput(f"{what} has shape {tuple(t.shape)}: a page must be [{', '.join(map(str, want))}]")
+    if str(t.dtype) != f"torch.{dtype}":
+        raise BadInput(f"{what} is {t.dtype}: the layout says {dtype}")
+    if not t.is_contiguous():
+        raise BadInput(f"{what} has strides {t.stride()}: only contiguous tensors are understood")
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise BadInput("page memory needs torch, which is not installed: pip install 'kvkeep[engine]'") from None
+    return torch
+
+
+def _as_bytes(tensor: "torch.Tensor") -> bytes:
+    torch = _torch()
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+
+
+def _fill(tensor: "torch.Tensor", pages: list[int]) -> None:
+    torch = _torch()
+    for page in pages:
+        piece = tensor[page]
+        whole = piece if piece.is_contiguous() else None
+        for part in [whole] if whole is not None else [piece[0], piece[1]]:
+            part.view(-1).view(torch.uint8).fill_(POISON_BYTE)
