@@ -35,11 +35,13 @@ bench: setup ## measure the index against its floors (ARGS="--json FILE")
 	@.venv/bin/kvkeep bench index $(ARGS)
 
 .PHONY: lint
-lint: setup ## format, lint, types, layers
-	@$(PY) -m ruff format --check --quiet $(SOURCES) || { echo "run make fmt" >&2; exit 1; }
-	@$(PY) -m ruff check --quiet $(SOURCES)
-	@$(PY) -m mypy --no-error-summary $(SOURCES)
-	@.venv/bin/lint-imports --no-logo
+lint: setup ## format, lint, types, layers: all four, then the verdict
+	@failed=; \
+	$(PY) -m ruff format --check --quiet $(SOURCES) || failed+=" format(make fmt)"; \
+	$(PY) -m ruff check --quiet --output-format=concise $(SOURCES) || failed+=" ruff"; \
+	$(PY) -m mypy --no-error-summary $(SOURCES) || failed+=" mypy"; \
+	layers=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$layers"; failed+=" layers"; }; \
+	[ -z "$$failed" ] || { echo "lint failed:$$failed" >&2; exit 1; }
 
 .PHONY: fmt
 fmt: setup ## format, and mend what the linter can mend
