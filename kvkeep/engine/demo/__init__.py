@@ -1,0 +1,173 @@
+"""The main job: interleaved agent sessions on a real model, with kept pages and without, side by side.
+
+Must not know how tokens become forwards; it asks engines and compares what they give.
+"""
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvkeep.engine.demo.script import ChatFormat, Conversation, Excerpt, Script
+from kvkeep.report import INTERRUPTED, Metric, Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvkeep.engine.demo.measure import Bench, Turn
+    from kvkeep.engine.demo.table import Display
+
+
+WHAT_RUNS = {
+    "kept": "with kept pages",
+    "exact": "without, same arithmetic",
+    "fastest": "without, fastest arithmetic",
+}
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the demo runs.
+
+    sessions, turns: sessions in rotation (session 1 turn 1, session 2 turn 1, ..., session 1 turn 2, ...).
+    pool_pages: pages of `page_size` positions in the pool of the run that keeps them.
+    max_new_tokens: tokens the model writes in a turn at most.
+    seed: seeds the order of the engines in a turn and the ids of the no-reuse measure.
+    """
+
+    sessions: int = 3
+    turns: int = 5
+    pool_pages: int = 64
+    page_size: int = 128
+    max_new_tokens: int = 24
+    device: str = "cpu"
+    model: str = "smollm2-135m"
+    seed: int = 0
+
+
+@dataclass
+class Measured:
+    """What has been measured so far; what an interrupted demo still reports."""
+
+    turns: "list[Turn]" = field(default_factory=list)
+    no_reuse: list[float] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def run(options: DemoOptions) -> Report:
+    """Run the demo, show it, and return its report. Raises BadInput for options that cannot be run.
+
+    An interrupt (Ctrl-C) ends the measuring, not the reporting: the report is then not ok and says so.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    started_s = time.perf_counter()
+    measured = Measured()
+    try:
+        _run(options, console, measured)
+    except KeyboardInterrupt:
+        measured.interrupted = True
+    report = _report(measured, time.perf_counter() - started_s)
+    for line in _summary(report, measured):
+        console.print(line)
+    return report
+
+
+def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
+    from kvkeep.engine.demo.measure import NO_REUSE_PAIRS, Bench
+    from kvkeep.engine.demo.table import Display
+    from kvkeep.engine.loader import load_model
+
+    with console.status(f"loading {options.model}"):
+        loaded = load_model(options.model, device=options.device)
+        script = Script.write(
+            Excerpt.bundled(),
+            ChatFormat.of(loaded.tokenizer.encode, loaded.eos_ids),
+            sessions=options.sessions,
+            turns=options.turns,
+            max_new_tokens=options.max_new_tokens,
+            positions=loaded.config.max_position_embeddings,
+        )
+        bench = Bench(
+            loaded, options.page_size, options.pool_pages, script.tokens_max, options.max_new_tokens
+        )
+    if script.cut:
+        console.print(
+            f"the texts are cut to fit the {loaded.config.max_position_embeddings} positions of {loaded.name}"
+        )
+    with Display(f"kvkeep demo: {loaded.name} on {options.device}", console) as display:
+        rng = random.Random(options.seed)
+        display.now("warming up")
+        bench.warm_up(rng)
+        for number in range(1, options.turns + 1):
+            for conversation in script.conversations:
+                turn = _turn(bench, display, conversation, number, measured_before=len(measured.turns))
+                measured.turns.append(turn)
+                display.add(turn)
+        display.now(f"a request with nothing to reuse, with and without the cache, {NO_REUSE_PAIRS} pairs")
+        for ratio in bench.no_reuse_ratios(rng, NO_REUSE_PAIRS):
+            measured.no_reuse.append(ratio)
+
+
+def _turn(
+    bench: "Bench", display: "Display", conversation: Conversation, number: int, measured_before: int
+) -> "Turn":
+    from kvkeep.engine.demo.measure import ENGINE_NAMES, Turn
+
+    prompt = conversation.next_prompt()
+    first = measured_before % len(ENGINE_NAMES)
+    answers = {}
+    for name in ENGINE_NAMES[first:] + ENGINE_NAMES[:first]:
+        display.now(f"{conversation.session}, turn {number}: {WHAT_RUNS[name]}")
+        answers[name] = bench.ask(name, prompt, conversation.chat.stop_ids)
+    kept, exact, fastest = (answers[name] for name in ENGINE_NAMES)
+    conversation.answered(kept.output_ids)
+    return Turn(
+        session=conversation.session,
+        turn=number,
+        prompt_tokens=len(prompt),
+        matched_tokens=kept.matched_tokens,
+        output_tokens=len(kept.output_ids),
+        identical=kept.output_ids == exact.output_ids,
+        ttft_kept_ms=kept.ttft_ns / 1e6,
+        ttft_exact_ms=exact.ttft_ns / 1e6,
+        ttft_fastest_ms=fastest.ttft_ns / 1e6,
+    )
+
+
+def _report(measured: Measured, wall_s: float) -> Report:
+    from kvkeep.engine.demo.measure import metrics_of
+
+    metrics = metrics_of(measured.turns, measured.no_reuse) | {"wall_s": Metric(wall_s, "s")}
+    if measured.interrupted:
+        metrics[INTERRUPTED] = Metric(1, "bool")
+    ok = metrics["outputs_identical"].value == 1 and not measured.interrupted
+    return Report("demo", ok, metrics, [turn.to_row() for turn in measured.turns])
+
+
+def _summary(report: Report, measured: Measured) -> list[str]:
+    value = {name: metric.value for name, metric in report.metrics.items()}
+    lines = []
+    if measured.interrupted:
+        lines.append("interrupted: this is what was measured so far")
+    if measured.turns:
+        prompt_tokens = sum(turn.prompt_tokens for turn in measured.turns)
+        lines += [
+            f"matched share: {value['matched_share']:.1%} of {prompt_tokens:,} prompt tokens",
+            f"time saved: {value['time_saved_s']:.1f} s of {value['time_without_s']:.1f} s to first tokens",
+            f"strict arithmetic costs: {value['strict_cost_ratio']:.2f} x the fastest (both keep nothing)",
+        ]
+    if value["ttft_ratio_median"] is not None:
+        lines.append(
+            f"TTFT from 1,500 prompt tokens up: {value['ttft_ratio_median']:.1f} x lower with kept pages "
+            f"(median of {report.metrics['ttft_ratio_median'].samples} turns, against the faster baseline)"
+        )
+    if measured.no_reuse:
+        lines.append(
+            f"a request with nothing to reuse: {value['no_reuse_overhead']:+.1%} with the cache on "
+            f"(median of {len(measured.no_reuse)} pairs)"
+        )
+    if measured.turns:
+        lines.append(f"outputs identical: {'yes' if value['outputs_identical'] else 'NO'}")
+    return lines

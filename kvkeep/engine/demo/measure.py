@@ -1,0 +1,218 @@
+"""Measure: one prompt through engines with and without kept pages, and what the difference is.
+
+Must not know what is said in the sessions nor how results are shown.
+
+Every turn is asked of three engines over the same weights, one after the other, in an order that changes from
+turn to turn, so that a machine that slows down or speeds up does so for all of them:
+  kept     strict arithmetic, pages kept and matched;
+  exact    the same arithmetic, nothing kept: its output must be the same ids;
+  fastest  the arithmetic that the engine is fastest with, nothing kept: its first token is timed, no more.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvkeep.benching import median, p99
+from kvkeep.engine.engine import Engine, EngineConfig, SamplingParams
+from kvkeep.engine.loader import LoadedModel
+from kvkeep.report import JsonValue, Metric
+
+LONG_PROMPT_TOKENS = 1_500
+WARM_UP_PAGES = 2
+
+# The request of the no-reuse measure fills its pool, so that storing it has to drop cached pages each time.
+NO_REUSE_PAGES = 2
+NO_REUSE_PAIRS = 15
+
+EngineName = Literal["kept", "exact", "fastest"]
+ENGINE_NAMES: tuple[EngineName, ...] = ("kept", "exact", "fastest")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine gave for one prompt; `total_ns` is from submission to the last token."""
+
+    output_ids: tuple[int, ...]
+    matched_tokens: int
+    ttft_ns: int
+    total_ns: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one session, measured on all three engines. Times are milliseconds to the first token."""
+
+    session: str
+    turn: int
+    prompt_tokens: int
+    matched_tokens: int
+    output_tokens: int
+    identical: bool
+    ttft_kept_ms: float
+    ttft_exact_ms: float
+    ttft_fastest_ms: float
+
+    @property
+    def ttft_without_ms(self) -> float:
+        """Time to first token without kept pages: the faster of the two baselines, whichever it was."""
+        return min(self.ttft_exact_ms, self.ttft_fastest_ms)
+
+    @property
+    def ratio(self) -> float:
+        """How many times sooner the first token comes with kept pages."""
+        return self.ttft_without_ms / self.ttft_kept_ms
+
+    @property
+    def is_long_and_cached(self) -> bool:
+        """Whether this turn counts for `ttft_ratio_median`."""
+        return self.prompt_tokens >= LONG_PROMPT_TOKENS and self.matched_tokens > 0
+
+    def to_row(self) -> dict[str, JsonValue]:
+        """The turn as a row of the report."""
+        return {
+            "session": self.session,
+            "turn": self.turn,
+            "prompt_tokens": self.prompt_tokens,
+            "matched_tokens": self.matched_tokens,
+            "output_tokens": self.output_tokens,
+            "outputs_identical": int(self.identical),
+            "ttft_ms": self.ttft_kept_ms,
+            "ttft_without_ms": self.ttft_without_ms,
+            "ttft_without_same_arithmetic_ms": self.ttft_exact_ms,
+            "ttft_without_fastest_ms": self.ttft_fastest_ms,
+            "ttft_ratio": self.ratio,
+        }
+
+
+class Bench:
+    """The three engines, warmed up, and the asking of one prompt."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        page_size: int,
+        pool_pages: int,
+        prompt_tokens_max: int,
+        max_new_tokens: int,
+    ) -> None:
+        self._loaded = loaded
+        self._page_size = page_size
+        self._max_new_tokens = max_new_tokens
+        one_request = pages_of(prompt_tokens_max + max_new_tokens, page_size)
+        self._engines: dict[EngineName, Engine] = {
+            "kept": self._engine(pool_pages, "strict", keep=True),
+            "exact": self._engine(one_request, "strict", keep=False),
+            "fastest": self._engine(one_request, "fast", keep=False),
+        }
+
+    def _engine(self, pool_pages: int, arithmetic: Literal["strict", "fast"], keep: bool) -> Engine:
+        return Engine(
+            self._loaded,
+            EngineConfig(
+                page_size=self._page_size,
+                pool_pages=pool_pages,
+                arithmetic=arithmetic,
+                reuse=keep,
+                store=keep,
+            ),
+        )
+
+    def warm_up(self, rng: random.Random) -> None:
+        """Run every engine once over ids that no session begins with; nothing of it is stored."""
+        ids = random_ids(rng, self._loaded, WARM_UP_PAGES * self._page_size)
+        for engine in self._engines.values():
+            ask(engine, ids, max_new_tokens=2, store=False)
+
+    def ask(self, name: EngineName, prompt: Sequence[int], stop_ids: Sequence[int]) -> Answer:
+        """The answer of one engine. The fastest is asked for its first token only."""
+        new = 1 if name == "fastest" else self._max_new_tokens
+        return ask(self._engines[name], prompt, new, stop_ids)
+
+    def no_reuse_ratios(self, rng: random.Random, pairs: int) -> Iterator[float]:
+        """Cache on over cache off, same arithmetic: requests that find nothing to reuse, a ratio a pair.
+
+        The pool holds just one such request, so storing it has to drop what the one before left: the cache
+        does all of its work and gives nothing for it. Which of the two runs first alternates.
+        """
+        length = NO_REUSE_PAGES * self._page_size + 1
+        pages = pages_of(length + 1, self._page_size)
+        engines = [self._engine(pages, "strict", keep=True), self._engine(pages, "strict", keep=False)]
+        for engine in engines:
+            ask(engine, random_ids(rng, self._loaded, length), max_new_tokens=1)
+        for pair in range(pairs):
+            ids = random_ids(rng, self._loaded, length)
+            total_ns = [0, 0]
+            for which in (0, 1) if pair % 2 else (1, 0):
+                answer = ask(engines[which], ids, max_new_tokens=1)
+                if answer.matched_tokens:
+                    raise AssertionError("ids drawn at random were found in the cache")
+                total_ns[which] = answer.total_ns
+            yield total_ns[0] / total_ns[1]
+
+
+def ask(
+    engine: Engine,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    store: bool = True,
+) -> Answer:
+    """One request through an idle engine, greedily."""
+    start = time.perf_counter_ns()
+    request = engine.submit(
+        prompt,
+        SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop_ids=tuple(stop_ids)),
+        store=store,
+    )
+    engine.run()
+    return Answer(
+        output_ids=tuple(request.output_ids),
+        matched_tokens=request.matched_len,
+        ttft_ns=request.ttft_ns,
+        total_ns=time.perf_counter_ns() - start,
+    )
+
+
+def metrics_of(turns: Sequence[Turn], no_reuse: Sequence[float]) -> dict[str, Metric]:
+    """The demo's metrics over the turns and the no-reuse pairs that were measured, however few."""
+    ratios = [turn.ratio for turn in turns if turn.is_long_and_cached]
+    strict_costs = [turn.ttft_exact_ms / turn.ttft_fastest_ms for turn in turns]
+    prompt_tokens = sum(turn.prompt_tokens for turn in turns)
+    matched_tokens = sum(turn.matched_tokens for turn in turns)
+    without_ms = sum(turn.ttft_without_ms for turn in turns)
+    return {
+        "ttft_ratio_median": _median(ratios, "ratio"),
+        "matched_share": Metric(matched_tokens / prompt_tokens if prompt_tokens else None, "share"),
+        "outputs_identical": Metric(int(bool(turns) and all(turn.identical for turn in turns)), "bool"),
+        "no_reuse_overhead": Metric(
+            median(no_reuse) - 1 if no_reuse else None, "share", samples=len(no_reuse)
+        ),
+        "strict_cost_ratio": _median(strict_costs, "ratio"),
+        "time_saved_s": Metric((without_ms - sum(turn.ttft_kept_ms for turn in turns)) / 1000, "s"),
+        "time_without_s": Metric(without_ms / 1000, "s"),
+        "ttft_ms": _tail([turn.ttft_kept_ms for turn in turns]),
+        "ttft_without_ms": _tail([turn.ttft_without_ms for turn in turns]),
+    }
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens` positions."""
+    return -(-tokens // page_size)
+
+
+def random_ids(rng: random.Random, loaded: LoadedModel, count: int) -> list[int]:
+    """`count` ids drawn uniformly from the vocabulary."""
+    return [rng.randrange(loaded.config.vocab_size) for _ in range(count)]
+
+
+def _median(samples: Sequence[float], unit: str) -> Metric:
+    return Metric(median(samples) if samples else None, unit, samples=len(samples))
+
+
+def _tail(samples_ms: Sequence[float]) -> Metric:
+    if not samples_ms:
+        return Metric(None, "ms", samples=0)
+    return Metric(median(samples_ms), "ms", p99=p99(samples_ms), samples=len(samples_ms))
