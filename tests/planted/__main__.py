@@ -16,13 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def main(arguments: Sequence[str] | None = None, bugs: Sequence[Bug] = BUGS, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.planted", description="Do the tests catch each planted bug?"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.planted", description="Do the tests catch each planted bug?")
     parser.add_argument("ids", nargs="*", metavar="ID", help="only these bugs (default: all)")
-    parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds for one bug (default %(default)g)"
-    )
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one bug (default %(default)g)")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default %(default)s)")
     options = parser.parse_args(arguments)
     unknown = set(options.ids) - {bug.id for bug in bugs}

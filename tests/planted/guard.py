@@ -16,6 +16,4 @@ def pytest_sessionstart() -> None:
 
     found, wanted = Path(kvkeep.__file__).resolve(), Path.cwd().resolve() / "kvkeep" / "__init__.py"
     if found != wanted:
-        pytest.exit(
-            f"tests would import {found} and not the copy with the bug, {wanted}", returncode=WRONG_TREE
-        )
+        pytest.exit(f"tests would import {found} and not the copy with the bug, {wanted}", returncode=WRONG_TREE)

@@ -49,17 +49,13 @@ def mutate(bug: Bug, source: str) -> str:
     """`source` with the bug in it; raises `DoesNotApply` unless that is a change of one line in one place."""
     times = source.count(bug.old)
     if times != 1:
-        raise DoesNotApply(
-            f"planted bug {bug.id} no longer applies: its old text occurs {times} times in {bug.file}"
-        )
+        raise DoesNotApply(f"planted bug {bug.id} no longer applies: its old text occurs {times} times in {bug.file}")
     mutated = source.replace(bug.old, bug.new)
     changes = list(difflib.ndiff(source.splitlines(), mutated.splitlines()))
     removed = sum(line.startswith("- ") for line in changes)
     added = sum(line.startswith("+ ") for line in changes)
     if removed != 1 or added > 1:
-        raise DoesNotApply(
-            f"planted bug {bug.id} changes {removed} lines into {added}: it must change one line"
-        )
+        raise DoesNotApply(f"planted bug {bug.id} changes {removed} lines into {added}: it must change one line")
     if bug.file.endswith(".py"):
         try:
             compile(mutated, bug.file, "exec")
@@ -83,10 +79,7 @@ def check_applies(bug: Bug, root: Path) -> None:
         text = (root / file).read_text()
         for name in (name.partition("[")[0] for name in names):
             # A hypothesis state machine's test class is an assignment, `TestPool = PoolMachine.TestCase`.
-            if (
-                not any(form in text for form in (f"def {name}(", f"class {name}", f"{name} = "))
-                and name != "runTest"
-            ):
+            if not any(form in text for form in (f"def {name}(", f"class {name}", f"{name} = ")) and name != "runTest":
                 raise DoesNotApply(f"planted bug {bug.id}: there is no {name} in {file}")
 
 
