@@ -1,0 +1,132 @@
+"""Measuring: cases in rounds, each beside a spin; limits that scale with the spin or with a floor of the same run.
+
+Must not know what a case measures.
+
+Every round runs every case once, so that a floor and what is held against it are measured in the same minutes, and a
+case's samples come from all over the run.  This kind of machine has two speed states: the spin of a case is the
+median of those timed right before each of its rounds, and its limit is `limit * max(1, spin / 300 us)`.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+from kvkeep.benching import median, p99, spin_us
+from kvkeep.report import JsonValue, Metric
+
+#: The spin of a quiet machine of the kind that the limits were set on.
+SPIN_QUIET_US = 300.0
+SPINS = 5
+
+now_ns = perf_counter_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to measure.
+
+    sample: one round; returns its samples in `unit`.
+    limit: what the median must reach, in `unit`, on a quiet machine; None: for information.
+    floor, floor_ratio: the metric that it is held against instead, and the ratio it must reach.
+    what: the row's explanation.
+    """
+
+    name: str
+    what: str
+    sample: Callable[[], Sequence[float]]
+    limit: float | None = None
+    floor: str | None = None
+    floor_ratio: float = 0.0
+    unit: str = "us"
+
+
+@dataclass(slots=True)
+class Measured:
+    """A case's samples, and the spins beside them."""
+
+    case: Case
+    samples: list[float] = field(default_factory=list)
+    spins: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return median(self.samples)
+
+    @property
+    def spin(self) -> float:
+        return median(self.spins)
+
+    def metric(self) -> Metric:
+        return Metric(
+            round(self.median, 4), self.case.unit, p99=round(p99(self.samples), 4), samples=len(self.samples)
+        )
+
+    def bound(self, others: "dict[str, Measured]") -> float | None:
+        """What the median must not exceed in this run."""
+        if self.case.floor is not None:
+            return self.case.floor_ratio * others[self.case.floor].median
+        return None if self.case.limit is None else self.case.limit * max(1.0, self.spin / SPIN_QUIET_US)
+
+
+def measure(cases: Sequence[Case], rounds: int) -> dict[str, Measured]:
+    """Every case `rounds` times, interleaved; the first round of each is preceded by one that does not count."""
+    measured = {case.name: Measured(case) for case in cases}
+    with quiet_gc():
+        for case in cases:
+            case.sample()
+        for _ in range(rounds):
+            for case in cases:
+                entry = measured[case.name]
+                entry.spins.append(_spin())
+                entry.samples.extend(case.sample())
+    return measured
+
+
+def row(entry: Measured, others: dict[str, Measured]) -> dict[str, JsonValue]:
+    """A measured case as a row of the report."""
+    case, bound = entry.case, entry.bound(others)
+    out: dict[str, JsonValue] = {
+        "metric": case.name,
+        "what": case.what,
+        "unit": case.unit,
+        "median": round(entry.median, 4),
+        "p99": round(p99(entry.samples), 4),
+        "samples": len(entry.samples),
+        "spin_us": round(entry.spin, 1),
+    }
+    if bound is not None:
+        limit = case.limit if case.floor is None else f"{case.floor_ratio} x {case.floor}"
+        out |= {"limit": limit, "bound": round(bound, 4), "reached": entry.median <= bound}
+    return out
+
+
+def table(rows: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+    """The rows as lines of text."""
+    yield f"{'metric':<34}{'median':>10}{'p99':>10}{'limit':>10}  {'unit':<8}{'spin':>6}  reached"
+    for entry in rows:
+        bound = entry.get("bound")
+        yield (
+            f"{entry['metric']!s:<34}{entry['median']:>10.2f}{entry.get('p99', float('nan')):>10.2f}"
+            f"{'' if bound is None else format(bound, '.2f'):>10}  {entry['unit']!s:<8}"
+            f"{'' if 'spin_us' not in entry else format(entry['spin_us'], '.0f'):>6}  "
+            f"{'' if bound is None else 'yes' if entry['reached'] else 'NO'}"
+        )
+
+
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """What stands now is not walked by the collector; what a measured call makes still is."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _spin() -> float:
+    value = spin_us(SPINS).value
+    assert value is not None
+    return float(value)

@@ -1,0 +1,100 @@
+"""Whole requests over W1: admit, extend, finish, through the public interface; and the memory they leave.
+
+Must not know limits or reports.
+"""
+
+import gc
+import tracemalloc
+from dataclasses import dataclass, field
+
+from bench._cases import PAGE, FullPool
+from bench._measure import now_ns
+from bench._workload import Workload, agent_workload
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig
+from kvkeep.tiers.gpu_pool import GpuPool
+
+
+@dataclass
+class Requests:
+    """W1 over a pool of `capacity` tokens, one request live at a time; a fresh cache each round.
+
+    The prompt and the answer are slices made outside the timed parts, as for the other caches' figures.
+    """
+
+    workload: Workload
+    capacity: int
+    parts: dict[str, list[float]] = field(default_factory=lambda: {"admit": [], "extend": [], "finish": []})
+    matched_share: float = 0.0
+    matched: list[int] = field(default_factory=list)
+
+    def sample(self) -> list[float]:
+        """One pass: microseconds of each request."""
+        cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(self.capacity // PAGE), b"bench index")
+        admit, extend, finish = (self.parts[name] for name in ("admit", "extend", "finish"))
+        out = []
+        self.matched = []
+        for turn in self.workload.turns:
+            ids = self.workload.ids[turn.session]
+            prompt, answer = ids[: turn.prompt_len], ids[turn.prompt_len : turn.final_len]
+            t0 = now_ns()
+            lease = cache.admit(prompt)
+            t1 = now_ns()
+            cache.extend(lease, answer)
+            t2 = now_ns()
+            cache.finish(lease, turn.kv_len)
+            t3 = now_ns()
+            self.matched.append(lease.matched_len)
+            admit.append((t1 - t0) / 1e3)
+            extend.append((t2 - t1) / 1e3)
+            finish.append((t3 - t2) / 1e3)
+            out.append((t3 - t0) / 1e3)
+        cache.check_invariants()
+        stats = cache.stats()
+        assert stats.pages_live == 0 and stats.matched_tokens == sum(self.matched)
+        self.matched_share = stats.matched_tokens / stats.prompt_tokens
+        return out
+
+
+def bytes_per_page_w1(pages: int) -> float:
+    """Traced bytes a page of a cache filled by W1, with as many sessions as overfill it, so that tails were dropped."""
+    workload = agent_workload(sessions=-(-pages * PAGE // 30_000))
+    with_cache, cache = _traced_from_here(pages)
+    for turn in workload.turns:
+        ids = workload.ids[turn.session]
+        lease = cache.admit(ids[: turn.prompt_len])
+        cache.extend(lease, ids[turn.prompt_len : turn.final_len])
+        cache.finish(lease, turn.kv_len)
+        del lease
+    stats = cache.stats()
+    assert stats.pages_evicted > 0 and stats.pages_cached > 0.99 * pages
+    return with_cache.nbytes() / stats.pages_cached
+
+
+def bytes_per_page_runs(pages: int, run_pages: int) -> float:
+    """Traced bytes a page of a cache filled by chains of `run_pages`."""
+    baseline = _Traced()
+    pool = FullPool(pages, run_pages)
+    nbytes = baseline.nbytes()
+    assert pool.ledger.idle == pages
+    return nbytes / pages
+
+
+class _Traced:
+    """Bytes that Python and numpy have allocated since it was made."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        tracemalloc.start()
+
+    def nbytes(self) -> int:
+        gc.collect()
+        found = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return found
+
+
+def _traced_from_here(pages: int) -> tuple[_Traced, TieredCache]:
+    traced = _Traced()
+    return traced, TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(pages), b"bench index")
+

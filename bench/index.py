@@ -1,0 +1,179 @@
+"""kvkeep bench index: names, match, seal, allocation and whole requests, against their floors and limits.
+
+Must not know how a case measures what it measures.
+
+    kvkeep bench index [--quick] [--rounds N] [--json FILE]
+
+The report is ok when every limit is reached; README.md beside this file says what each figure means.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench import _cases as cases
+from bench._measure import SPIN_QUIET_US, Case, Measured, measure, row, table
+from bench._requests import Requests, bytes_per_page_runs, bytes_per_page_w1
+from bench._workload import Workload, agent_workload
+from kvkeep.benching import median, summary
+from kvkeep.cli import Parser
+from kvkeep.report import JsonValue, Metric, Report
+
+BYTES_PER_PAGE_MAX = 640.0
+CAPACITIES = {"4m": (4_000_000, 120.0), "1m": (1_000_000, 150.0), "256k": (256_000, 200.0)}
+ALLOCATION_LIMITS_US = {64: {1: 2.0, 8: 0.9, 64: 0.2}, 3: {1: 3.0, 8: 3.5, 64: 2.5}}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured: rounds of each case, samples a round, pages of the full pools, sessions of W1."""
+
+    rounds: int
+    times: int
+    pool_pages: int
+    sessions: int
+    turns: int
+
+
+FULL = Sizes(rounds=7, times=24, pool_pages=32_768, sessions=64, turns=30)
+QUICK = Sizes(rounds=1, times=4, pool_pages=2_048, sessions=8, turns=4)
+
+
+def run(arguments: list[str]) -> Report:
+    """Measure everything once, print the table, return the report."""
+    options = _parse(arguments)
+    sizes = QUICK if options.quick else FULL
+    rounds = options.rounds or sizes.rounds
+    workload = agent_workload(sessions=sizes.sessions, turns=sizes.turns)
+    requests = {name: Requests(workload, tokens) for name, (tokens, _) in CAPACITIES.items()}
+    every = [*_index_cases(sizes), *_allocation_cases(sizes), *_request_cases(requests)]
+    measured = measure(every, rounds)
+    rows = [row(entry, measured) for entry in measured.values()]
+    memory = _memory_rows(sizes)
+    rows += [*_part_rows(requests), *memory]
+    metrics = {name: entry.metric() for name, entry in measured.items()}
+    metrics["spin_us"] = _spin(measured)
+    metrics["bytes_per_page"] = Metric(float(str(memory[0]["median"])), "bytes")
+    for line in table(rows):
+        print(line)
+    missed = [str(entry["metric"]) for entry in rows if entry.get("reached") is False]
+    print(f"spin {metrics['spin_us'].value:.0f} us ({SPIN_QUIET_US:.0f} when quiet); limits missed: {', '.join(missed) or 'none'}")
+    for fact in _request_facts(requests, workload):
+        print(f"{fact['metric']}: matched {fact['matched_share']} of prompt tokens, checksum {fact['checksum']}")
+        rows.append(fact)
+    return Report("bench index", not missed, metrics, rows)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="kvkeep bench index", allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean little")
+    parser.add_argument("--rounds", type=int, default=None, metavar="N", help="times that every case is run (7)")
+    options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: it must be 1 or more")
+    return options
+
+
+def _index_cases(sizes: Sizes) -> Iterator[Case]:
+    n = sizes.times
+    yield Case("floor_xxh3_us_1000", "a bare loop of chained xxh3_64 over 1,000 pages", cases.xxh3_floor(1000, n))
+    yield Case(
+        "names_us_1000",
+        "names of 1,000 new pages from an int32 array, its ids checked",
+        cases.names(1000, n),
+        floor="floor_xxh3_us_1000",
+        floor_ratio=1.5,
+    )
+    yield Case("floor_memcmp_us_1000", "libc memcmp of 512,000 bytes", cases.memcmp_floor(1000, n))
+    yield Case(
+        "match_us_1000_one_run", "match, verify and pin 1,000 pages in one run", cases.match(1, 1000, 2 * n), 60.0
+    )
+    yield Case("match_us_1000_rotation", "the same, 64 chains in rotation", cases.match(64, 1000, max(n, 8)), 150.0)
+    yield Case(
+        "match_us_1000_30_branches", "the same, across 30 branch points", cases.match(1, 1000, n, branches=30), 200.0
+    )
+    yield Case("admit_us_1000_one_run", "a whole admission, 1,000 of 1,001 pages cached", cases.admit(1000, n))
+    yield Case("floor_memcmp_us_8000", "libc memcmp of 4,096,000 bytes", cases.memcmp_floor(8000, n))
+    yield Case(
+        "match_us_8000",
+        "match, verify and pin 8,000 pages in one run",
+        cases.match(1, 8000, n),
+        floor="floor_memcmp_us_8000",
+        floor_ratio=1.5,
+    )
+    yield Case(
+        "seal_us_per_page", "seal and insert 1,000 pages, names given, a page", cases.seal_chain(1000, n), 0.2
+    )
+    yield Case(
+        "seal_us_one_page", "seal and insert one page behind its run", cases.seal_one_page(8, 1000, n), 5.0
+    )
+
+
+def _allocation_cases(sizes: Sizes) -> Iterator[Case]:
+    for run_pages, suffix in ((64, ""), (3, "_short_runs")):
+        pool = cases.FullPool(sizes.pool_pages, run_pages)
+        for count, limit in ALLOCATION_LIMITS_US[run_pages].items():
+            times = sizes.pool_pages // 4 // max(count, 16)
+            what = f"room for {count} in a pool full of cached runs of {run_pages}, a page"
+            yield Case(f"alloc_us_per_page_{count}{suffix}", what, pool.take(count, times), limit)
+        yield Case(
+            f"extend_us_one_page{suffix}", f"extend by a page, runs of {run_pages}", pool.extend(1, sizes.times)
+        )
+
+
+def _request_cases(requests: dict[str, Requests]) -> Iterator[Case]:
+    for name, (_, limit) in CAPACITIES.items():
+        what = f"a whole request of W1 (admit, extend, finish) in a pool of {name.upper()} tokens"
+        yield Case(f"w1_request_us_{name}", what, requests[name].sample, limit)
+
+
+def _part_rows(requests: dict[str, Requests]) -> Iterator[dict[str, JsonValue]]:
+    for name, entry in requests.items():
+        for part, samples in entry.parts.items():
+            yield {
+                "metric": f"w1_{part}_us_{name}",
+                "what": f"{part} alone",
+                "unit": "us",
+                "median": round(median(samples), 2),
+                "samples": len(samples),
+            }
+
+
+def _request_facts(requests: dict[str, Requests], workload: Workload) -> Iterator[dict[str, JsonValue]]:
+    ceiling = workload.ceiling(cases.PAGE)
+    for name, entry in requests.items():
+        yield {
+            "metric": f"w1_matched_{name}",
+            "matched_share": round(entry.matched_share, 5),
+            "ceiling": round(ceiling, 5),
+            "checksum": cases.checksum(entry.matched),
+        }
+
+
+def _memory_rows(sizes: Sizes) -> list[dict[str, JsonValue]]:
+    """The first row is the metric: what W1 leaves; the others say how it depends on the length of runs."""
+    pages = sizes.pool_pages
+    found = bytes_per_page_w1(pages)
+    w1: dict[str, JsonValue] = {
+        "metric": "bytes_per_page",
+        "what": f"bookkeeping of a pool of {pages} pages that W1 has overfilled, its 512 bytes of ids included",
+        "unit": "bytes",
+        "median": round(found, 1),
+        "limit": BYTES_PER_PAGE_MAX,
+        "bound": BYTES_PER_PAGE_MAX,
+        "reached": found <= BYTES_PER_PAGE_MAX,
+    }
+    others: list[dict[str, JsonValue]] = [
+        {
+            "metric": f"bytes_per_page_runs_of_{run_pages}",
+            "what": f"the same, filled by chains of {run_pages} that share nothing",
+            "unit": "bytes",
+            "median": round(bytes_per_page_runs(pages, run_pages), 1),
+        }
+        for run_pages in (1024, 64, 8, 3)
+    ]
+    return [w1, *others]
+
+
+def _spin(measured: dict[str, Measured]) -> Metric:
+    return summary([round(spin, 2) for entry in measured.values() for spin in entry.spins], "us")
