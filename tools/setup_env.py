@@ -145,4 +145,7 @@ def step(*command: str, hint: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("interrupted; the next run starts again")

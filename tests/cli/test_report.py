@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,10 +52,7 @@ def test_the_commit_is_the_checked_out_one(tmp_path: Path):
 def test_a_copy_outside_a_checkout_has_no_commit(tmp_path: Path):
     """A package imported from a plain folder reports a null commit."""
     package = Path(__file__).parents[2] / "kvkeep"
-    for name in ("__init__.py", "report.py", "errors.py"):
-        target = tmp_path / "copy" / "kvkeep" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text((package / name).read_text())
+    shutil.copytree(package, tmp_path / "copy" / "kvkeep")
     code = "from kvkeep.report import commit; print(commit())"
     got = subprocess.run(
         [sys.executable, "-c", code],
