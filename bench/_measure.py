@@ -59,9 +59,7 @@ class Measured:
         return median(self.spins)
 
     def metric(self) -> Metric:
-        return Metric(
-            round(self.median, 4), self.case.unit, p99=round(p99(self.samples), 4), samples=len(self.samples)
-        )
+        return Metric(round(self.median, 4), self.case.unit, p99=round(p99(self.samples), 4), samples=len(self.samples))
 
     def bound(self, others: "dict[str, Measured]") -> float | None:
         """What the median must not exceed in this run."""

@@ -97,4 +97,3 @@ class _Traced:
 def _traced_from_here(pages: int) -> tuple[_Traced, TieredCache]:
     traced = _Traced()
     return traced, TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(pages), b"bench index")
-

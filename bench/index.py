@@ -57,7 +57,9 @@ def run(arguments: list[str]) -> Report:
     for line in table(rows):
         print(line)
     missed = [str(entry["metric"]) for entry in rows if entry.get("reached") is False]
-    print(f"spin {metrics['spin_us'].value:.0f} us ({SPIN_QUIET_US:.0f} when quiet); limits missed: {', '.join(missed) or 'none'}")
+    print(
+        f"spin {metrics['spin_us'].value:.0f} us ({SPIN_QUIET_US:.0f} when quiet); limits missed: {', '.join(missed) or 'none'}"
+    )
     for fact in _request_facts(requests, workload):
         print(f"{fact['metric']}: matched {fact['matched_share']} of prompt tokens, checksum {fact['checksum']}")
         rows.append(fact)
@@ -101,12 +103,8 @@ def _index_cases(sizes: Sizes) -> Iterator[Case]:
         floor="floor_memcmp_us_8000",
         floor_ratio=1.5,
     )
-    yield Case(
-        "seal_us_per_page", "seal and insert 1,000 pages, names given, a page", cases.seal_chain(1000, n), 0.2
-    )
-    yield Case(
-        "seal_us_one_page", "seal and insert one page behind its run", cases.seal_one_page(8, 1000, n), 5.0
-    )
+    yield Case("seal_us_per_page", "seal and insert 1,000 pages, names given, a page", cases.seal_chain(1000, n), 0.2)
+    yield Case("seal_us_one_page", "seal and insert one page behind its run", cases.seal_one_page(8, 1000, n), 5.0)
 
 
 def _allocation_cases(sizes: Sizes) -> Iterator[Case]:
@@ -116,9 +114,7 @@ def _allocation_cases(sizes: Sizes) -> Iterator[Case]:
             times = sizes.pool_pages // 4 // max(count, 16)
             what = f"room for {count} in a pool full of cached runs of {run_pages}, a page"
             yield Case(f"alloc_us_per_page_{count}{suffix}", what, pool.take(count, times), limit)
-        yield Case(
-            f"extend_us_one_page{suffix}", f"extend by a page, runs of {run_pages}", pool.extend(1, sizes.times)
-        )
+        yield Case(f"extend_us_one_page{suffix}", f"extend by a page, runs of {run_pages}", pool.extend(1, sizes.times))
 
 
 def _request_cases(requests: dict[str, Requests]) -> Iterator[Case]:

@@ -75,13 +75,14 @@ class Run:
 
     def trim(self, count: int, page_nbytes: int) -> "array[int]":
         """Removes the last `count` pages (fewer than all) and returns their ids."""
-        at = len(self.pages) - count
-        gone = self.pages[at:]
-        del self.pages[at:]
+        pages, tokens = self.pages, self.tokens
+        at = len(pages) - count
+        size = at * page_nbytes
+        gone = pages[at:]
+        del pages[at:]
         del self.names[at:]
-        tokens = self.tokens
-        del tokens[at * page_nbytes :]
-        if tokens.__alloc__() > 4096 + (len(tokens) * 5 >> 2):
+        del tokens[size:]
+        if tokens.__alloc__() > 4096 + (size * 5 >> 2):
             self.tokens = bytearray(tokens)  # gives the slack back
         end = self.start + at
         ends, stamps = self.ends, self.stamps

@@ -174,21 +174,23 @@ class RunTree:
             run = order.coldest()
             if run is None:
                 break
-            pages = run.pages
+            pages, ends = run.pages, run.ends
             size = len(pages)
-            ends = run.ends
-            k = run.start + size - (ends[1] if len(ends) > 1 else run.start)
+            k = run.start + size - ends[1] if len(ends) > 1 else size
             k = idle_tail(pages, k if k < count else count)
             if not k:
                 order.shelve(run)
                 continue
             if k < size:
-                out.extend(run.trim(k, self.page_nbytes))
+                pages = run.trim(k, self.page_nbytes)
             else:
-                out.extend(pages)
                 run.pages = array("i")
                 self._unlink(run)
             order.trimmed(run)
+            if out:
+                out.extend(pages)
+            else:
+                out = pages
             count -= k
         self._forget(out)
         return out
