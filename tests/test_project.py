@@ -128,12 +128,13 @@ def test_changelog_has_this_version() -> None:
     assert f"## {kvkeep.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_licence_and_its_notices_are_here() -> None:
-    """The licence is Apache-2.0, and each bundled licence note is mentioned in NOTICE."""
+def test_material_of_others_comes_with_its_licence() -> None:
+    """The licence is Apache-2.0; each folder of bundled data holds a licence note and is named in NOTICE."""
     assert "Apache License" in (ROOT / "LICENSE").read_text().splitlines()[1]
-    notes = [path for path in project_files() if "LICENSE" in path.name and path.parent != ROOT]
+    folders = {path.parent for path in project_files() if path.parent.name == "data"}
     notice = (ROOT / "NOTICE").read_text()
-    assert [] == [relative(note) for note in notes if relative(note.parent) not in notice]
+    assert [] == [relative(folder) for folder in folders if not list(folder.glob("LICENSE*"))]
+    assert [] == [relative(folder) for folder in folders if f"- {relative(folder)}:" not in notice]
 
 
 def test_direct_dependencies_are_pinned_within_their_ranges() -> None:
