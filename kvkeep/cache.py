@@ -14,6 +14,7 @@ from threading import Lock
 
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
+from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, LruOrder
 from kvkeep.index.names import (
     TOKEN_NBYTES,
@@ -34,6 +35,7 @@ from kvkeep.index.names import (
     self_test,
 )
 from kvkeep.index.runs import Match, Place, RunTree
+from kvkeep.index.tiermap import TierMap
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.ledger import Ledger
@@ -112,7 +114,7 @@ class TieredCache:
         if self._ledger.total != pool.pages:
             raise BadInput(f"a ledger of {self._ledger.total} pages for a pool of {pool.pages}")
         self._order = order if order is not None else ORDERS[config.eviction]()
-        self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn)
+        self._tree = RunTree(TierMap(self._ledger, self._order), self._page_nbytes, hash_fn)
         self._leases: dict[int, Lease] = {}
         self._epoch = 0
         self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = 0
@@ -155,7 +157,7 @@ class TieredCache:
             limit = min(limit, storable)
         with self._lock:
             identity = self._identity(salt, adapter, label)
-            pages, name = self._match(identity, raw, limit, by_page)
+            pages, _, name, _ = self._match(identity, raw, limit, by_page)
             matched = len(pages)
             rest = check_token_range(ids[matched * self._page_size :])
             number = self._admissions
@@ -432,7 +434,7 @@ class TieredCache:
     def _reset(self) -> ResetReport:
         held = self._ledger.held
         self._epoch += 1
-        return ResetReport(pages_freed=self._tree.clear(), pages_held=held)
+        return ResetReport(pages_freed=self._tree.clear()[0], pages_held=held)
 
     def stats(self) -> CacheStats:
         """Counts of now and since the start."""
@@ -457,7 +459,7 @@ class TieredCache:
         with self._lock:
             ledger = self._ledger
             ledger.check_invariants()
-            self._tree.check_invariants()
+            check_tree(self._tree)
             holders = [0] * ledger.total
             for lease in self._leases.values():
                 for page in lease.pages:

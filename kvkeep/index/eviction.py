@@ -1,28 +1,46 @@
-"""The order in which cached pages leave.
+"""The order in which cached pages leave a tier.
 
 Must not know tokens, names or who owns a page: it ranks runs, the run tree trims them.
 
 An order sees every use of a run (through the stamps that the run carries) and says which run's tail is coldest.
-Only leaves can be trimmed, and only their tail, so an order deals in whole leaf runs.
+In each tier only some runs can lose pages, and only their tail: that is what a `Tier` knows.
 """
 
 import heapq
+from enum import IntEnum
 from typing import Protocol
 
 from kvkeep.index.run import Run
 
 
+class Tier(IntEnum):
+    """The value is the tier's bit in `Run.queued`."""
+
+    GPU = 1
+    HOST = 2
+
+
+def gpu_tail(run: Run) -> int:
+    """The depth of the GPU copy that leaves first, or -1: the run has none, or its children have some."""
+    return -1 if run.gpu_children or not run.pages else run.start + len(run.pages) - 1
+
+
+def host_tail(run: Run) -> int:
+    """The depth of the host copy that leaves first, or -1: it is not the last copy of the last entry of its chain."""
+    return -1 if run.children or run.host is None or len(run.pages) == len(run.names) else run.end - 1
+
+
 class EvictionOrder(Protocol):
-    """Ranks the runs whose tails may leave.  A run is offered when it may have become a leaf or come free."""
+    """Ranks the runs whose tails may leave.  A run is offered when that may have come true."""
 
     def offer(self, run: Run) -> None:
         """`run` may be trimmed from now on; it may be offered again at any time."""
 
     def coldest(self) -> Run | None:
-        """The leaf run whose tail page should leave first, or None when nothing is on offer."""
+        """The run whose tail page should leave first, or None when nothing is on offer."""
 
     def trimmed(self, run: Run) -> None:
-        """The run that `coldest` gave has lost pages; it may be empty."""
+        """The run that `coldest` gave has lost pages; it may have no more."""
 
     def shelve(self, run: Run) -> None:
         """The tail of the run that `coldest` gave is owned; it will be offered again when that ends."""
@@ -38,37 +56,42 @@ class LruOrder:
     is a lower bound: a stale one is put back where it belongs when it surfaces.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier = Tier.GPU) -> None:
+        self._bit = int(tier)
+        self._tail = gpu_tail if tier is Tier.GPU else host_tail
         self._heap: list[tuple[int, int, Run]] = []
 
     def offer(self, run: Run) -> None:
-        if not run.queued and run.pages and not run.children:
-            run.queued = True
-            heapq.heappush(self._heap, (run.stamps[0], run.serial, run))
+        if run.queued & self._bit:
+            return
+        depth = self._tail(run)
+        if depth >= 0:
+            run.queued |= self._bit
+            heapq.heappush(self._heap, (run.stretch(depth)[0], run.serial, run))
 
     def coldest(self) -> Run | None:
         heap = self._heap
         while heap:
             stamp, serial, run = heap[0]
-            if not run.pages or run.children:
-                heapq.heappop(heap)
-                run.queued = False
-            elif run.stamps[0] != stamp:
-                heapq.heapreplace(heap, (run.stamps[0], serial, run))
-            else:
+            depth = self._tail(run)
+            if depth < 0:
+                self.shelve(run)
+                continue
+            now = run.stretch(depth)[0]
+            if now == stamp:
                 return run
+            heapq.heapreplace(heap, (now, serial, run))
         return None
 
     def trimmed(self, run: Run) -> None:
-        if not run.pages:
-            heapq.heappop(self._heap)
-            run.queued = False
+        if self._tail(run) < 0:
+            self.shelve(run)
 
     def shelve(self, run: Run) -> None:
         heapq.heappop(self._heap)
-        run.queued = False
+        run.queued &= ~self._bit
 
     def clear(self) -> None:
         for _, _, run in self._heap:
-            run.queued = False
+            run.queued &= ~self._bit
         self._heap.clear()

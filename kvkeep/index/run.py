@@ -8,23 +8,32 @@ from typing import Any
 
 from kvkeep.index.names import MediaItem
 
+#: In `Run.host`: no copy in host memory.
+NOWHERE = -1
+
 
 class Run:
     """Consecutive pages `start` to `end` of a chain, in contiguous arrays that grow in place.
 
-    tokens: token ids of all pages, int32 bytes.   names, pages: one a page.
+        entries      start |------------------------------| end      tokens, names (and media)
+        GPU copies         |------------------| gpu_end              pages: the first entries, without a hole
+        host copies              |--|     |-------------|            host: anywhere, and behind gpu_end everywhere
+
+    tokens: token ids of all entries, int32 bytes.   names: one an entry.
+    pages: GPU page ids of the first entries.   host: host page ids of all entries, or NOWHERE; None when all are.
     media: media items by page index in the chain, for the pages that have any; None when none has.
     key: the name of the first page as the parent's children know it; `sibling` is the next run under the same name.
-    children: runs that go on behind the last page, by the name of their first page; None for none.
+    children: runs that go on behind the last entry, by the name of their first page; None for none.
+    gpu_children: how many of them have GPU copies (only where this run has them all).
     ends, stamps: recency.  `stamps[i]` is when pages up to `ends[i]` (and from `ends[i + 1]`, or `start`) were last
         used; tail first, so both fall from left to right in `ends` and rise in `stamps`.
-    serial: a number of its own.   queued: the eviction order has an entry for it.
-    A root is a run without pages at depth 0; a run that lost all its pages is dead and hangs nowhere.
+    serial: a number of its own.   queued: bits, which tiers' eviction orders have an entry for it.
+    A root is a run without entries at depth 0; a run that lost all its entries is dead and hangs nowhere.
     """
 
     __slots__ = (
-        "children", "ends", "key", "media", "names", "pages", "parent", "queued", "serial", "sibling", "stamps",
-        "start", "tokens",
+        "children", "ends", "gpu_children", "host", "key", "media", "names", "pages", "parent", "queued", "serial",
+        "sibling", "stamps", "start", "tokens",
     )  # fmt: skip
 
     def __init__(self, parent: "Run | None", start: int, key: int, serial: int) -> None:
@@ -34,22 +43,29 @@ class Run:
         self.serial = serial
         self.sibling: Run | None = None
         self.children: dict[int, Run] | None = None
+        self.gpu_children = 0
         self.tokens = bytearray()
         self.names = array("Q")
         self.pages = array("i")
+        self.host: array[int] | None = None
         self.media: dict[int, tuple[MediaItem, ...]] | None = None
         self.ends: list[int] = []
         self.stamps: list[int] = []
-        self.queued = False
+        self.queued = 0
 
     @property
     def end(self) -> int:
-        """The depth behind the last page."""
+        """The depth behind the last entry."""
+        return self.start + len(self.names)
+
+    @property
+    def gpu_end(self) -> int:
+        """The depth behind the last GPU copy."""
         return self.start + len(self.pages)
 
     def common(self, at: int, raw: Any, offset: int, count: int, page_nbytes: int) -> int:
-        """How many of `count` pages of token bytes `raw[offset:]` equal this run's pages from position `at` on."""
-        count = min(count, len(self.pages) - at)
+        """How many of `count` pages of token bytes `raw[offset:]` equal this run's entries from position `at` on."""
+        count = min(count, len(self.names) - at)
         tokens = self.tokens
         at *= page_nbytes
         if tokens.startswith(raw[offset : offset + count * page_nbytes], at):
@@ -73,16 +89,36 @@ class Run:
         ends.append(end)
         stamps.append(stamp)
 
-    def trim(self, count: int, page_nbytes: int) -> "array[int]":
-        """Removes the last `count` pages (fewer than all) and returns their ids."""
-        pages, tokens = self.pages, self.tokens
-        at = len(pages) - count
-        size = at * page_nbytes
-        gone = pages[at:]
-        del pages[at:]
+    def stretch(self, depth: int) -> tuple[int, int]:
+        """When the page at `depth` was last used, and the depth where the pages used together with it begin."""
+        ends = self.ends
+        i = len(ends) - 1
+        if i == 0 or ends[1] <= depth:
+            i = 0
+        else:
+            while ends[i] <= depth:
+                i -= 1
+        return self.stamps[i], ends[i + 1] if i + 1 < len(ends) else self.start
+
+    def extend(self, raw: Any, names: list[int], pages: "array[int]") -> None:
+        """Adds entries with GPU copies behind the last entry; `touch` must follow, to stamp them."""
+        self.tokens += raw
+        self.names.extend(names)
+        self.pages.extend(pages)
+        if self.host is not None:
+            self.host.extend([NOWHERE] * len(names))
+        self.ends.insert(0, self.end)
+        self.stamps.insert(0, 0)
+
+    def trim(self, at: int, page_nbytes: int) -> None:
+        """Removes the entries from position `at` on, which is above 0."""
+        del self.pages[at:]
         del self.names[at:]
-        del tokens[size:]
-        if tokens.__alloc__() > 4096 + (size * 5 >> 2):
+        if self.host is not None:
+            del self.host[at:]
+        tokens = self.tokens
+        del tokens[at * page_nbytes :]
+        if tokens.__alloc__() > 4096 + (len(tokens) * 5 >> 2):
             self.tokens = bytearray(tokens)  # gives the slack back
         end = self.start + at
         ends, stamps = self.ends, self.stamps
@@ -91,14 +127,15 @@ class Run:
         ends[0] = end
         if self.media:
             self.media = {d: m for d, m in self.media.items() if d < end} or None
-        return gone
 
     def split_head(self, depth: int, head: "Run", page_nbytes: int) -> None:
-        """Moves the pages before `depth` into the empty run `head`; this run keeps the tail."""
+        """Moves the entries before `depth` into the empty run `head`; this run keeps the tail."""
         at = depth - self.start
         head.tokens, self.tokens = self.tokens[: at * page_nbytes], self.tokens[at * page_nbytes :]
         head.names, self.names = self.names[:at], self.names[at:]
         head.pages, self.pages = self.pages[:at], self.pages[at:]
+        if self.host is not None:
+            head.host, self.host = self.host[:at], self.host[at:]
         ends, stamps = self.ends, self.stamps
         j = len(ends) - 1
         while ends[j] < depth:
@@ -114,7 +151,7 @@ class Run:
 
 
 class Root(Run):
-    """Where the chains of one identity start: no pages, depth 0, and the identity's record in full."""
+    """Where the chains of one identity start: no entries, depth 0, and the identity's record in full."""
 
     __slots__ = ("record",)
 

@@ -4,6 +4,9 @@ Must not know page bytes or requests.  Callers hold the cache's lock.
 
 Names nominate; a nominated page counts only when its parent is the very page verified before it (the tree's structure
 gives that), its token ids are equal, and its media items are equal.  Entries of equal name stand side by side.
+
+The entries with a GPU copy are prefix-closed, and so are the entries with a copy in either tier: an entry leaves with
+its last copy, and everything behind it leaves too.
 """
 
 from array import array
@@ -11,20 +14,23 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvkeep.errors import InvariantViolation
-from kvkeep.index.eviction import EvictionOrder
 from kvkeep.index.names import Hash64, Identity, PageMedia, hash64, page_name
-from kvkeep.index.run import Root, Run
-from kvkeep.tiers.ledger import SCALAR_PAGES_MAX, Ledger, as_index
+from kvkeep.index.run import NOWHERE, Root, Run
+from kvkeep.index.tiermap import TierMap
+from kvkeep.tiers.ledger import as_index
 
 
 class Match(NamedTuple):
-    """What of a chain is cached: the pages, from page 0 on, and the name of the last (of the root when none)."""
+    """What of a chain is cached, from page 0 on: GPU pages, then host pages; the names of the last of each.
+
+    `name` is the name of the last GPU page, `host_name` that of the last page at all; the root's when there is none.
+    """
 
     pages: "array[int]"
+    host: "array[int]"
     name: int
+    host_name: int
 
 
 class Place(NamedTuple):
@@ -42,19 +48,16 @@ class Inserted(NamedTuple):
 
 
 class RunTree:
-    """Runs by root, over the pages of one `Ledger`; the index's ownership of a page changes here only."""
+    """Runs by root, over one or two tiers of pages; the index's ownership of a page changes here only."""
 
-    def __init__(self, ledger: Ledger, order: EvictionOrder, page_nbytes: int, hash_fn: Hash64 = hash64) -> None:
-        self.ledger = ledger
-        self.order = order
+    def __init__(self, gpu: TierMap, page_nbytes: int, hash_fn: Hash64 = hash64, host: TierMap | None = None) -> None:
+        self.gpu = gpu
+        self.host = host
         self.page_nbytes = page_nbytes
         self._hash = hash_fn
         self._roots: dict[bytes, Root] = {}
         self._clock = 0
         self._serial = 0
-        self._run_of: npt.NDArray[Any] = np.empty(ledger.total, dtype=object)
-        self._depth_of = array("i", bytes(4 * ledger.total))
-        self._depth_of_np = np.frombuffer(self._depth_of, dtype=np.int32)
 
     # ------------------------------------------------------------------ questions
 
@@ -63,24 +66,32 @@ class RunTree:
 
         raw: the chain's token ids as bytes from page 0 on, at least `limit` pages of them.
         """
-        pages = array("i")
-        name = identity.name
+        pages, host = array("i"), array("i")
+        name = host_name = identity.name
         run: Run | None = self._roots.get(identity.record)
         depth = 0
         page_nbytes = self.page_nbytes
         while depth < limit and run is not None and run.children:
-            found = self._child(run, name, raw, depth * page_nbytes, depth, limit - depth, media)
+            found = self._child(run, host_name, raw, depth * page_nbytes, depth, limit - depth, media)
             if found is None:
                 break
             run, count = found
             depth += count
-            if count < len(run.pages):
+            on_gpu = len(run.pages)
+            if count < on_gpu:
                 pages.extend(run.pages[:count])
-                name = run.names[count - 1]
+                name = host_name = run.names[count - 1]
                 break
             pages.extend(run.pages)
-            name = run.names[-1]
-        return Match(pages, name)
+            host_name = run.names[count - 1]
+            if on_gpu:
+                name = run.names[on_gpu - 1]
+            if count > on_gpu:
+                assert run.host is not None
+                host.extend(run.host[on_gpu:count])
+            if count < len(run.names):
+                break
+        return Match(pages, host, name, host_name)
 
     def root(self, identity: Identity) -> Place:
         """The place where the chains of an identity start."""
@@ -91,32 +102,32 @@ class RunTree:
         return Place(root, 0)
 
     def place(self, page: int) -> Place | None:
-        """The place behind a page, or None when the page is not in the tree."""
-        run = self._run_of[page]
-        return None if run is None else Place(run, self._depth_of[page] + 1)
+        """The place behind a GPU page, or None when the page is not in the tree."""
+        run = self.gpu.run_of[page]
+        return None if run is None else Place(run, self.gpu.depth_of[page] + 1)
 
     def page_at(self, place: Place, depth: int) -> int:
-        """The page at `depth` on the path that ends at `place`."""
+        """The GPU page at `depth` on the path that ends at `place`."""
         run = place.run
         while depth < run.start:
             run = parent_of(run)
         return run.pages[depth - run.start]
 
     def page_content(self, page: int) -> tuple[bytes, int, PageMedia]:
-        """Token bytes, name and media of a page in the tree."""
-        run, depth = self._run_of[page], self._depth_of[page]
+        """Token bytes, name and media of a GPU page in the tree."""
+        run, depth = self.gpu.run_of[page], self.gpu.depth_of[page]
         at = (depth - run.start) * self.page_nbytes
         return bytes(run.tokens[at : at + self.page_nbytes]), run.names[depth - run.start], run.media
 
     def __contains__(self, page: int) -> bool:
-        return self._run_of[page] is not None
+        return self.gpu.run_of[page] is not None
 
-    # ------------------------------------------------------------------ changes
+    # ------------------------------------------------------------------ growing
 
     def insert(
         self, place: Place, names: list[int], raw: Any, pages: "array[int]", media: PageMedia = None
     ) -> Inserted:
-        """Adds READY pages behind `place`; first writer wins, so pages whose content is there already stay out.
+        """Adds READY pages behind `place`; first writer wins, so pages whose content is on the GPU already stay out.
 
         names, raw, pages: names, token bytes and ids of one or more consecutive pages.
         """
@@ -124,12 +135,16 @@ class RunTree:
         page_nbytes = self.page_nbytes
         count = len(pages)
         done = 0
+        twins = count
         last = -1
         while done < count:
-            end = run.start + len(run.pages)
-            if depth < end:
+            if depth < run.start + len(run.names):
                 same = self._common(run, depth, raw, done * page_nbytes, count - done, media)
                 if same:
+                    on_gpu = min(same, run.start + len(run.pages) - depth)
+                    if on_gpu < same:  # entries with a host copy only: ours becomes the GPU copy
+                        twins = min(twins, done + on_gpu)
+                        self.attach(run, pages[done + on_gpu : done + same])
                     depth += same
                     done += same
                     last = run.pages[depth - run.start - 1]
@@ -140,81 +155,209 @@ class RunTree:
                 if found is not None:
                     run = found[0]
                     continue
-            self._append(run, depth, names[done:], raw[done * page_nbytes :], pages[done:], media)
-            place = Place(self._run_of[pages[-1]], depth + count - done)
-            self.touch(place)
-            return Inserted(done, pages[-1])
+            run = self._append(run, depth, names[done:], raw[done * page_nbytes :], pages[done:], media)
+            twins, depth, last = min(twins, done), depth + count - done, pages[-1]
+            break
         self.touch(Place(run, depth))
-        return Inserted(count, last)
+        return Inserted(twins, last)
+
+    def attach(self, run: Run, pages: "array[int]") -> None:
+        """`pages` become the GPU copies of the first entries of `run` that have none."""
+        self.gpu.ledger.keep(pages)
+        if not run.pages:
+            parent_of(run).gpu_children += 1
+        self.gpu.put(pages, run, run.gpu_end)
+        run.pages.extend(pages)
 
     def touch(self, place: Place) -> None:
         """Stamps the path that ends at `place` as used now: of equal stamps, the deeper page is the colder one."""
         self._clock += 1
         run: Run | None = place.run
         end = place.depth
-        while run is not None and run.pages:
+        while run is not None and run.names:
             run.touch(end, self._clock)
             end = run.start
             run = run.parent
 
+    def replace(self, old: int, new: int) -> None:
+        """The index moves from GPU page `old` to `new`, a READY page of equal content."""
+        run, depth = self.gpu.run_of[old], self.gpu.depth_of[old]
+        run.pages[depth - run.start] = new
+        self.gpu.remove(array("i", (old,)))
+        self.gpu.put(array("i", (new,)), run, depth)
+        self.gpu.ledger.keep(array("i", (new,)))
+        self.gpu.ledger.drop(array("i", (old,)))
+
+    # ------------------------------------------------------------------ shrinking
+
     def offer(self, page: int) -> None:
-        """The holders of `page` have left: if its run is a leaf, its tail may leave."""
-        run = self._run_of[page]
-        if run is not None and not run.queued:
-            self.order.offer(run)
+        """The holders of `page` have left: its run's tail may leave."""
+        run = self.gpu.run_of[page]
+        if run is not None:
+            self.gpu.order.offer(run)
 
     def evict(self, count: int) -> "array[int]":
         """Takes up to `count` idle pages out of the tree, coldest first, tail first; the index still owns them.
 
         Fewer come back only when nothing else is idle, or idle pages have pages of live requests behind them.
         """
-        order, idle_tail = self.order, self.ledger.idle_tail
+        order, idle_tail = self.gpu.order, self.gpu.ledger.idle_tail
         out = array("i")
         while count > 0:
             run = order.coldest()
             if run is None:
                 break
-            pages, ends = run.pages, run.ends
-            size = len(pages)
-            k = run.start + size - ends[1] if len(ends) > 1 else size
-            k = idle_tail(pages, k if k < count else count)
+            k = self.coldest_stretch(run)
+            k = idle_tail(run.pages, k if k < count else count)
             if not k:
                 order.shelve(run)
                 continue
-            if k < size:
-                pages = run.trim(k, self.page_nbytes)
-            else:
-                run.pages = array("i")
-                self._unlink(run)
+            pages = self.leave(run, k)
             order.trimmed(run)
             if out:
                 out.extend(pages)
             else:
                 out = pages
             count -= k
-        self._forget(out)
         return out
 
-    def replace(self, old: int, new: int) -> None:
-        """The index moves from page `old` to `new`, a READY page of equal content."""
-        run, depth = self._run_of[old], self._depth_of[old]
-        run.pages[depth - run.start] = new
-        self._run_of[old] = None
-        self._run_of[new] = run
-        self._depth_of[new] = depth
-        self.ledger.keep(array("i", (new,)))
-        self.ledger.drop(array("i", (old,)))
+    def coldest_stretch(self, run: Run) -> int:
+        """How many GPU copies at the tail of `run` were last used together with the last one."""
+        pages, ends = run.pages, run.ends
+        if len(pages) == len(run.names):
+            return run.start + len(pages) - ends[1] if len(ends) > 1 else len(pages)
+        return run.gpu_end - run.stretch(run.gpu_end - 1)[1]
 
-    def clear(self) -> int:
-        """Forgets everything; returns how many pages that freed."""
-        cached = np.flatnonzero(self._run_of != None).astype(np.int32)  # noqa: E711 (elementwise)
-        for run in self.runs():
-            run.pages = array("i")
-            run.children = None
+    def leave(self, run: Run, count: int) -> "array[int]":
+        """The last `count` GPU copies of `run` leave, and with them entries that have no other; the index owns them still."""
+        at = len(run.pages) - count
+        pages = run.pages[at:]
+        self.gpu.remove(pages)
+        if run.host is None and at + count == len(run.names) and not run.children:
+            if at:
+                run.trim(at, self.page_nbytes)
+            else:
+                run.pages, run.names = array("i"), array("Q")
+                self._unlink(run, had_gpu=True)
+            return pages
+        del run.pages[at:]
+        if not at:
+            self._left_gpu(run)
+        host = run.host[at : at + count] if run.host is not None else ()
+        bare = next((i for i, h in enumerate(host) if h == NOWHERE), 0 if run.host is None else count)
+        if bare < count:
+            self.cut(run, run.start + at + bare)
+        elif self.host is not None:
+            self.host.order.offer(run)
+        return pages
+
+    # ------------------------------------------------------------------ the host tier
+
+    def put_down(self, run: Run, depth: int, host: "array[int]") -> None:
+        """LOADING host pages become the host copies of consecutive entries of `run` from `depth` on."""
+        assert self.host is not None
+        if run.host is None:
+            run.host = array("i", [NOWHERE]) * len(run.names)
+        at = depth - run.start
+        run.host[at : at + len(host)] = host
+        self.host.ledger.keep(host)
+        self.host.put(host, run, depth)
+
+    def take_up(self, host: "array[int]", pages: "array[int]") -> None:
+        """LOADING GPU pages become the GPU copies of the entries whose host copies are `host`, consecutive on a path."""
+        assert self.host is not None
+        done = 0
+        while done < len(host):
+            run = self.host.run_of[host[done]]
+            count = min(run.end - self.host.depth_of[host[done]], len(host) - done)
+            self.attach(run, pages[done : done + count])
+            done += count
+
+    def lose_host(self, page: int) -> None:
+        """The host copy `page` leaves the tree; the entry with it, and all behind it, when that was its last copy."""
+        assert self.host is not None
+        run, depth = self.host.run_of[page], self.host.depth_of[page]
+        if depth >= run.gpu_end:
+            self.cut(run, depth)
+            return
+        run.host[depth - run.start] = NOWHERE
+        self.host.remove(array("i", (page,)))
+        self.host.ledger.drop(array("i", (page,)))
+
+    def evict_host(self, count: int, colder_than: int) -> int:
+        """Frees up to `count` host pages that are last copies at the ends of chains and were used before `colder_than`."""
+        assert self.host is not None
+        ledger, order = self.host.ledger, self.host.order
+        done = 0
+        while done < count:
+            run = order.coldest()
+            if run is None or run.stamps[0] >= colder_than:
+                break
+            assert run.host is not None
+            least = max(run.gpu_end, run.stretch(run.end - 1)[1])
+            k = ledger.idle_tail(run.host, min(run.end - least, count - done))
+            if not k:
+                order.shelve(run)
+                continue
+            self.cut(run, run.end - k)
+            done += k
+        return done
+
+    def cut(self, run: Run, depth: int) -> None:
+        """The entries of `run` from `depth` on leave, with every copy, and so does everything behind them."""
+        gpu, host = array("i"), array("i")
+        at = depth - run.start
+        gone = list(self._below(run))
+        for part, first in [(run, at), *((r, 0) for r in gone)]:
+            gpu.extend(part.pages[first:])
+            if part.host is not None:
+                host.extend(h for h in part.host[first:] if h != NOWHERE)
+        for r in gone:
+            r.pages, r.names, r.host, r.children = array("i"), array("Q"), None, None
+        run.children, run.gpu_children = None, 0
+        had_gpu = bool(run.pages)
+        if at:
+            run.trim(at, self.page_nbytes)
+        else:
+            run.pages, run.names, run.host = array("i"), array("Q"), None
+            self._unlink(run, had_gpu)
+        self.gpu.remove(gpu)
+        self.gpu.ledger.drop(gpu)
+        if self.host is not None:
+            self.host.remove(host)
+            self.host.ledger.drop(host)
+        self._offer(run)
+
+    def clear(self) -> tuple[int, int]:
+        """Forgets everything; returns how many GPU and host pages that freed."""
+        for run in list(self.runs()):
+            run.pages, run.names, run.host, run.children = array("i"), array("Q"), None, None
         self._roots.clear()
-        self._run_of[:] = None
-        self.order.clear()
-        return self.ledger.drop(array("i", cached.tobytes()))
+        return self.gpu.clear(), self.host.clear() if self.host is not None else 0
+
+    def _below(self, run: Run) -> Iterator[Run]:
+        """Every run behind `run`, parents first."""
+        todo = [run]
+        while todo:
+            for child in list((todo.pop().children or {}).values()):
+                at: Run | None = child
+                while at is not None:
+                    yield at
+                    todo.append(at)
+                    at = at.sibling
+
+    def _left_gpu(self, run: Run) -> None:
+        """`run` has lost its last GPU copy."""
+        parent = parent_of(run)
+        parent.gpu_children -= 1
+        if not parent.gpu_children:
+            self.gpu.order.offer(parent)
+
+    def _offer(self, run: Run) -> None:
+        if run.names:
+            self.gpu.order.offer(run)
+            if self.host is not None:
+                self.host.order.offer(run)
 
     # ------------------------------------------------------------------ inside
 
@@ -250,39 +393,20 @@ class RunTree:
                     return d - depth
         return same
 
-    def _append(
-        self,
-        run: Run,
-        depth: int,
-        names: list[int],
-        raw: Any,
-        pages: "array[int]",
-        media: PageMedia,
-    ) -> None:
+    def _append(self, run: Run, depth: int, names: list[int], raw: Any, pages: "array[int]", media: PageMedia) -> Run:
         """Puts new pages behind the end of `run`: into it when it is a leaf, as a child otherwise."""
-        self.ledger.keep(pages)
-        if run.children or not run.pages:
+        self.gpu.ledger.keep(pages)
+        if run.children or not run.names:
             if isinstance(run, Root):
                 self._roots[run.record] = run
             run = self._add_child(run, depth, names[0])
-        run.tokens += raw
-        run.names.extend(names)
-        run.pages.extend(pages)
-        end = depth + len(pages)
+        run.extend(raw, names, pages)
         if media:
-            mine = {d: media[d] for d in media if depth <= d < end}
+            mine = {d: media[d] for d in media if depth <= d < depth + len(pages)}
             if mine:
                 run.media = {**(run.media or {}), **mine}
-        run.ends.insert(0, end)
-        run.stamps.insert(0, 0)
-        if len(pages) <= SCALAR_PAGES_MAX:
-            for d, p in enumerate(pages, depth):
-                self._run_of[p] = run
-                self._depth_of[p] = d
-        else:
-            ids = as_index(pages)
-            self._run_of[ids] = run
-            self._depth_of_np[ids] = np.arange(depth, end, dtype=np.int32)
+        self.gpu.put(pages, run, depth)
+        return run
 
     def _add_child(self, parent: Run, depth: int, key: int) -> Run:
         child = self._new_run(parent, depth, key)
@@ -290,6 +414,7 @@ class RunTree:
             parent.children = {}
         child.sibling = parent.children.get(key)
         parent.children[key] = child
+        parent.gpu_children += 1
         return child
 
     def _new_run(self, parent: Run, start: int, key: int) -> Run:
@@ -304,9 +429,14 @@ class RunTree:
         self._replace_child(run, head)
         run.split_head(depth, head, self.page_nbytes)
         head.children = {run.key: run}
+        head.gpu_children = int(bool(run.pages))
         run.parent = head
         run.sibling = None
-        self._run_of[as_index(head.pages)] = head
+        self.gpu.run_of[as_index(head.pages)] = head
+        if self.host is not None and head.host is not None:
+            host = np.array(head.host)
+            self.host.run_of[host[host != NOWHERE]] = head
+        self.gpu.order.offer(head)
         return head
 
     def _replace_child(self, run: Run, new: Run | None) -> None:
@@ -328,70 +458,30 @@ class RunTree:
             at = at.sibling  # type: ignore[assignment]  # `run` is in its bucket
         at.sibling = after
 
-    def _unlink(self, run: Run) -> None:
-        """Takes an empty leaf run out of the tree."""
+    def _unlink(self, run: Run, had_gpu: bool) -> None:
+        """Takes a leaf run, all of whose copies leave, out of the tree."""
         parent = parent_of(run)
         self._replace_child(run, None)
+        parent.gpu_children -= had_gpu
         if parent.children:
+            if not parent.gpu_children and parent.names:
+                self.gpu.order.offer(parent)
             return
         parent.children = None
         if isinstance(parent, Root):
             del self._roots[parent.record]
         else:
-            self.order.offer(parent)
-
-    def _forget(self, pages: "array[int]") -> None:
-        if len(pages) <= SCALAR_PAGES_MAX:
-            for p in pages:
-                self._run_of[p] = None
-        else:
-            self._run_of[as_index(pages)] = None
+            self._offer(parent)
 
     def runs(self) -> Iterator[Run]:
         """Every run of the tree, parents first; roots are not runs."""
-        todo: list[Run] = list(self._roots.values())
-        while todo:
-            run = todo.pop()
-            if run.pages:
-                yield run
-            for child in list((run.children or {}).values()):
-                at: Run | None = child
-                while at is not None:
-                    todo.append(at)
-                    at = at.sibling
+        for root in self._roots.values():
+            yield from self._below(root)
 
-    # ------------------------------------------------------------------ checks
-
-    def check_invariants(self) -> None:
-        """Raises `InvariantViolation` when the tree and the ledger do not agree.  O(pages)."""
-        seen = 0
-        for run in self.runs():
-            seen += len(run.pages)
-            self._check_run(run)
-        kept = sum(self.ledger.kept(p) for p in range(self.ledger.total))
-        mapped = sum(r is not None for r in self._run_of)
-        if not seen == kept == mapped:
-            raise InvariantViolation(f"tree: {seen} pages in runs, {mapped} mapped, {kept} kept by the ledger")
-        if any(not r.children for r in self._roots.values()):
-            raise InvariantViolation("tree: a root without children was not dropped")
-
-    def _check_run(self, run: Run) -> None:
-        n, parent = len(run.pages), parent_of(run)
-        if not len(run.names) == n == len(run.tokens) // self.page_nbytes or run.start != parent.end:
-            raise InvariantViolation(f"tree: run {run.serial} has arrays of different lengths, or a hole before it")
-        if run.key != run.names[0]:
-            raise InvariantViolation(f"tree: run {run.serial} hangs under another name than its first page's")
-        falling = all(a > b for a, b in zip(run.ends, run.ends[1:], strict=False))
-        rising = all(a < b for a, b in zip(run.stamps, run.stamps[1:], strict=False))
-        if run.ends[0] != run.end or run.ends[-1] <= run.start or not falling or not rising:
-            raise InvariantViolation(f"tree: run {run.serial} has recency {run.ends} {run.stamps}")
-        if parent.pages and parent.stamps[0] < run.stamps[-1]:
-            raise InvariantViolation(f"tree: run {run.serial} was used after the page before it")
-        for i, page in enumerate(run.pages):
-            if self._run_of[page] is not run or self._depth_of[page] != run.start + i:
-                raise InvariantViolation(f"tree: page {page} is mapped to another place than run {run.serial}")
-        if not run.children and not run.queued and self.ledger.is_idle(run.pages[-1]):
-            raise InvariantViolation(f"tree: leaf run {run.serial} has an idle tail and is not on offer")
+    @property
+    def roots(self) -> list[Root]:
+        """Every root that has chains."""
+        return list(self._roots.values())
 
 
 def parent_of(run: Run) -> Run:

@@ -4,6 +4,8 @@ Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
 
     FREE --open--> OPEN --seal--> READY --release/drop--> FREE (last owner left)
     READY whose only owner is the index --recycle--> OPEN (of the request that needs room)
+    OPEN --load--> LOADING --land--> READY      a copy writes it; when that fails: --reopen--> OPEN, or FREE
+    READY --drain--> DRAINING --drained--> OPEN a copy still reads it, one heir waits for it
 
 Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
 the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
@@ -31,10 +33,12 @@ class State(IntEnum):
     FREE = 0  #: nobody's; bytes are garbage
     OPEN = 1  #: one request writes it
     READY = 2  #: immutable, may be shared
+    LOADING = 3  #: a copy writes it; it may be owned already, not read
+    DRAINING = 4  #: promised to one heir while copies still read it
 
 
 # The same as plain ints: reading an enum member costs 50 ns, in loops over pages.
-_FREE, _OPEN, _READY = int(State.FREE), int(State.OPEN), int(State.READY)
+_FREE, _OPEN, _READY, _LOADING, _DRAINING = (int(s) for s in State)
 
 
 def as_index(pages: "array[int]") -> npt.NDArray[np.intp]:
@@ -145,11 +149,11 @@ class Ledger:
         self._states_np[ids] = _READY
 
     def retain(self, pages: "array[int]", owner: object) -> None:
-        """Adds `owner` as a holder of READY pages."""
+        """Adds `owner` as a holder of READY or LOADING pages."""
         words = self._words
         if len(pages) <= SCALAR_PAGES_MAX:
             for p in pages:
-                if self._states[p] != _READY:
+                if not _READY <= self._states[p] <= _LOADING:
                     raise self._broken("retained", p)
             for p in pages:
                 if words[p] == 1:
@@ -157,7 +161,8 @@ class Ledger:
                 words[p] += 2
             return
         ids = as_index(pages)
-        bad = self._states_np.take(ids) != _READY
+        states = self._states_np.take(ids)
+        bad = (states < _READY) | (states > _LOADING)
         if np.count_nonzero(bad):
             raise self._broken("retained", int(ids[bad.argmax()]))
         found = self._words_np.take(ids)
@@ -195,18 +200,19 @@ class Ledger:
         return len(freed)
 
     def keep(self, pages: "array[int]") -> None:
-        """The index becomes an owner of READY pages that it does not own yet."""
+        """The index becomes an owner of READY or LOADING pages that it does not own yet."""
         words = self._words
         if len(pages) <= SCALAR_PAGES_MAX:
             for p in pages:
-                if self._states[p] != _READY or words[p] & 1 or not words[p]:
+                if not _READY <= self._states[p] <= _LOADING or words[p] & 1 or not words[p]:
                     raise self._broken("kept", p)
             for p in pages:
                 words[p] |= 1
             return
         ids = as_index(pages)
         found = self._words_np.take(ids)
-        bad = (self._states_np.take(ids) != _READY) | (found & 1 != 0) | (found == 0)
+        states = self._states_np.take(ids)
+        bad = (states < _READY) | (states > _LOADING) | (found & 1 != 0) | (found == 0)
         if np.count_nonzero(bad):
             raise self._broken("kept", int(ids[bad.argmax()]))
         self._words_np[ids] = found | 1
@@ -248,6 +254,61 @@ class Ledger:
             self._states_np[ids] = _OPEN
             self._generations_np[ids] += 1
         self.idle -= count
+
+    # ------------------------------------------------------------------ copies in flight
+
+    def load(self, pages: "array[int]", copy: object) -> None:
+        """OPEN -> LOADING: `copy`, a holder besides the one there is, will write the bytes."""
+        for p in pages:
+            if self._states[p] != _OPEN or self._words[p] != 2:
+                raise self._broken("loaded", p)
+        self._set_state(pages, _LOADING)
+        self.retain(pages, copy)
+
+    def land(self, pages: "array[int]", copy: object) -> int:
+        """LOADING -> READY: the bytes are there and `copy` lets go.  Returns how many nobody wanted any more."""
+        self._expect(pages, _LOADING, "landed")
+        self._set_state(pages, _READY)
+        return self.release(pages, copy)
+
+    def fail(self, pages: "array[int]", copy: object) -> int:
+        """The copy into LOADING pages is over and brought nothing: the index owns none of them by now.
+
+        A page with one holder left becomes OPEN, its own; one without becomes FREE.  Returns how many did.
+        """
+        self._expect(pages, _LOADING, "failed")
+        for p in pages:
+            if self._words[p] not in (2, 4):
+                raise self._broken("failed with more than one heir", p)
+        freed = self.release(pages, copy)
+        self._set_state(array("i", (p for p in pages if self._states[p] == _LOADING)), _OPEN)
+        return freed
+
+    def drain(self, pages: "array[int]", heir: object) -> None:
+        """READY -> DRAINING: the index hands pages that one copy still reads to `heir`, with a new generation."""
+        for p in pages:
+            if self._states[p] != _READY or self._words[p] != 3:
+                raise self._broken("drained", p)
+        for p in pages:
+            self._words[p] = 4
+            self._generations[p] += 1
+        self._set_state(pages, _DRAINING)
+
+    def drained(self, pages: "array[int]", copy: object) -> int:
+        """DRAINING -> the heir's OPEN, or FREE when it has left: `copy` has read the pages.  Returns how many are FREE."""
+        self._expect(pages, _DRAINING, "handed over")
+        freed = self.release(pages, copy)
+        self._set_state(array("i", (p for p in pages if self._states[p] == _DRAINING)), _OPEN)
+        return freed
+
+    def _expect(self, pages: "array[int]", state: int, what: str) -> None:
+        bad = self._states_np.take(as_index(pages)) != state
+        if np.count_nonzero(bad):
+            raise self._broken(what, pages[int(bad.argmax())])
+
+    def _set_state(self, pages: "array[int]", state: int) -> None:
+        if len(pages):
+            self._states_np[as_index(pages)] = state
 
     # ------------------------------------------------------------------ inside
 
@@ -296,6 +357,10 @@ class Ledger:
             "a page is owned by nobody and not free, or free and owned": bool((free != (words == 0)).any()),
             "a count below zero": bool((words < 0).any()),
             "an OPEN page with other than one holder": bool((words[states == _OPEN] != 2).any()),
+            "a LOADING page without its copy": bool((words[states == _LOADING] < 2).any()),
+            "a DRAINING page in the index, or without its copy": bool(
+                (~np.isin(words[states == _DRAINING], (2, 4))).any()
+            ),
             "idle is miscounted": self.idle != int((words == 1).sum()),
         }
         for what, broken in checks.items():

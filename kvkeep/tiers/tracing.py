@@ -66,6 +66,24 @@ class TracingLedger(Ledger):
         self._lose(pages, INDEX)
         self._acquire(pages, owner)
 
+    def load(self, pages: "array[int]", copy: object) -> None:
+        self._distinct(pages)
+        super().load(pages, copy)  # acquires through `retain`
+
+    def land(self, pages: "array[int]", copy: object) -> int:
+        self._distinct(pages)
+        return super().land(pages, copy)
+
+    def fail(self, pages: "array[int]", copy: object) -> int:
+        self._distinct(pages)
+        return super().fail(pages, copy)
+
+    def drain(self, pages: "array[int]", heir: object) -> None:
+        self._distinct(pages)
+        super().drain(pages, heir)
+        self._lose(pages, INDEX)
+        self._acquire(pages, heir)
+
     def story(self, page: int) -> str:
         lines = [f"{who!r} x{n} since {self._since[page].get(who, '?')}" for who, n in self.owners[page].items()]
         return super().story(page) + "; owners: " + ("; ".join(lines) or "none")
