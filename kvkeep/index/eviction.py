@@ -39,11 +39,8 @@ class EvictionOrder(Protocol):
     def coldest(self) -> Run | None:
         """The run whose tail page should leave first, or None when nothing is on offer."""
 
-    def trimmed(self, run: Run) -> None:
-        """The run that `coldest` gave has lost pages; it may have no more."""
-
     def shelve(self, run: Run) -> None:
-        """The tail of the run that `coldest` gave is owned; it will be offered again when that ends."""
+        """The tail of the run that `coldest` has just given is owned; it will be offered again when that ends."""
 
     def clear(self) -> None:
         """Forgets every run."""
@@ -53,7 +50,7 @@ class LruOrder:
     """Exact least-recently-used by page, tail first.
 
     A lazy heap of (stamp of the tail page, serial, run), at most one entry a run.  Stamps only grow, so an entry
-    is a lower bound: a stale one is put back where it belongs when it surfaces.
+    is a lower bound: a stale one is put back where it belongs, or dropped, when it surfaces.
     """
 
     def __init__(self, tier: Tier = Tier.GPU) -> None:
@@ -82,10 +79,6 @@ class LruOrder:
                 return run
             heapq.heapreplace(heap, (now, serial, run))
         return None
-
-    def trimmed(self, run: Run) -> None:
-        if self._tail(run) < 0:
-            self.shelve(run)
 
     def shelve(self, run: Run) -> None:
         heapq.heappop(self._heap)

@@ -213,7 +213,6 @@ class RunTree:
                 order.shelve(run)
                 continue
             pages = self.leave(run, k)
-            order.trimmed(run)
             if out:
                 out.extend(pages)
             else:
@@ -264,7 +263,7 @@ class RunTree:
         self.host.put(host, run, depth)
 
     def take_up(self, host: "array[int]", pages: "array[int]") -> None:
-        """LOADING GPU pages become the GPU copies of the entries whose host copies are `host`, consecutive on a path."""
+        """LOADING GPU pages become GPU copies of the entries, consecutive on a path, that have the copies `host`."""
         assert self.host is not None
         done = 0
         while done < len(host):
@@ -285,7 +284,7 @@ class RunTree:
         self.host.ledger.drop(array("i", (page,)))
 
     def evict_host(self, count: int, colder_than: int) -> int:
-        """Frees up to `count` host pages that are last copies at the ends of chains and were used before `colder_than`."""
+        """Frees up to `count` host pages: last copies at the ends of chains that were used before `colder_than`."""
         assert self.host is not None
         ledger, order = self.host.ledger, self.host.order
         done = 0

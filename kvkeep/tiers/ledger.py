@@ -295,7 +295,7 @@ class Ledger:
         self._set_state(pages, _DRAINING)
 
     def drained(self, pages: "array[int]", copy: object) -> int:
-        """DRAINING -> the heir's OPEN, or FREE when it has left: `copy` has read the pages.  Returns how many are FREE."""
+        """DRAINING -> the heir's OPEN, or FREE when it has left: `copy` has read them.  Returns how many are FREE."""
         self._expect(pages, _DRAINING, "handed over")
         freed = self.release(pages, copy)
         self._set_state(array("i", (p for p in pages if self._states[p] == _DRAINING)), _OPEN)
