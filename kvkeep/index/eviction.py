@@ -22,7 +22,7 @@ class EvictionOrder(Protocol):
         """The leaf run whose tail page should leave first, or None when nothing is on offer."""
 
     def trimmed(self, run: Run) -> None:
-        """The run that `coldest` gave has lost pages; it may be empty."""
+        """The run that `coldest` gave has lost pages, maybe all; no run was offered in between."""
 
     def shelve(self, run: Run) -> None:
         """The tail of the run that `coldest` gave is owned; it will be offered again when that ends."""

@@ -183,10 +183,11 @@ class RunTree:
                 continue
             if k < size:
                 pages = run.trim(k, self.page_nbytes)
+                order.trimmed(run)
             else:
                 run.pages = array("i")
+                order.trimmed(run)  # first: unlinking may put the parent on offer
                 self._unlink(run)
-            order.trimmed(run)
             if out:
                 out.extend(pages)
             else:
