@@ -43,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in ENGINE_EXTRA:
             raise
-        return _complain(
-            f"this command needs {package}, which is not installed: pip install 'kvkeep[engine]'"
-        )
+        return _complain(f"this command needs {package}, which is not installed: pip install 'kvkeep[engine]'")
     except KeyboardInterrupt:
         print("kvkeep: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -209,12 +207,8 @@ def _add_model_options(command: Parser) -> None:
         metavar="NAME",
         help="smollm2-135m, stories260k, or the path of a .gguf, a llama2.c .bin or a Hugging Face folder",
     )
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (cpu)"
-    )
-    command.add_argument(
-        "--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)"
-    )
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (cpu)")
+    command.add_argument("--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)")
     command.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="seed of everything that is drawn at random (0)"
     )
@@ -222,9 +216,7 @@ def _add_model_options(command: Parser) -> None:
 
 
 def _add_json(command: Parser) -> None:
-    command.add_argument(
-        "--json", type=Path, default=None, metavar="FILE", help="write the result as JSON to FILE"
-    )
+    command.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the result as JSON to FILE")
 
 
 def _count(text: str) -> int:

@@ -82,19 +82,13 @@ def check_writable(path: Path) -> None:
         if target.exists():
             mode = target.stat().st_mode
             if stat.S_ISDIR(mode):
-                raise BadInput(
-                    f"--json {path}: is a directory; name a file in it, such as {path}/report.json"
-                )
+                raise BadInput(f"--json {path}: is a directory; name a file in it, such as {path}/report.json")
             if not os.access(target, os.W_OK):
-                raise BadInput(
-                    f"--json {path}: the file may not be written; change its mode or name another one"
-                )
+                raise BadInput(f"--json {path}: the file may not be written; change its mode or name another one")
             if not stat.S_ISREG(mode):
                 return
         if not target.parent.is_dir():
-            raise BadInput(
-                f"--json {path}: there is no directory {path.parent}; create it or name another file"
-            )
+            raise BadInput(f"--json {path}: there is no directory {path.parent}; create it or name another file")
         probe = _temporary_beside(target)
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         probe.unlink()

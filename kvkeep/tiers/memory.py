@@ -4,7 +4,10 @@ Must not know owners or names.  The only part of `tiers` that imports torch, and
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvkeep.errors import BadInput
 from kvkeep.tiers.layout import PageLayout
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 
 #: What freed pages are filled with in tests: a NaN in every float dtype, so that any use of it shows.
 POISON_BYTE = 0xFF
+
+#: A piece of every page: uint8 of shape [pages, nbytes], each row contiguous.  numpy in host memory, torch on a device.
+Plane: TypeAlias = "npt.NDArray[np.uint8] | torch.Tensor"
 
 
 class PageMemory(Protocol):
@@ -27,6 +33,9 @@ class PageMemory(Protocol):
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fills pages with `POISON_BYTE`."""
+
+    def planes(self) -> list[Plane]:
+        """The same bytes, writable: the rows of all planes, joined in order, are a page's `page_bytes`."""
 
 
 class PageMajorMemory:
@@ -43,6 +52,9 @@ class PageMajorMemory:
 
     def poison(self, pages: Sequence[int]) -> None:
         _fill(self.kv, list(pages))
+
+    def planes(self) -> list[Plane]:
+        return [_plane(self.kv)]
 
 
 class LayerMajorMemory:
@@ -61,6 +73,32 @@ class LayerMajorMemory:
     def poison(self, pages: Sequence[int]) -> None:
         for layer in self.layers:
             _fill(layer, list(pages))
+
+    def planes(self) -> list[Plane]:
+        """One plane a layer; two where the engine has all K pages before all V pages."""
+        split = not self.layers[0].is_contiguous()
+        return [_plane(part) for t in self.layers for part in ((t[:, 0], t[:, 1]) if split else (t,))]
+
+
+class HostMemory:
+    """Page-major host memory without torch: `rows` is uint8 [pages, layout.page_nbytes]."""
+
+    def __init__(self, rows: "npt.NDArray[np.uint8]", layout: PageLayout) -> None:
+        self.rows = rows
+        self._positions = rows.reshape(len(rows), layout.layers * 2, layout.page_size, -1)
+
+    def copy_positions(self, source: int, target: int, count: int) -> None:
+        self._positions[target, :, :count] = self._positions[source, :, :count]
+
+    def page_bytes(self, page: int) -> bytes:
+        return bytes(self.rows[page])
+
+    def poison(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.rows[page] = POISON_BYTE
+
+    def planes(self) -> list[Plane]:
+        return [self.rows]
 
 
 def allocate(layout: PageLayout, pages: int, device: str) -> PageMajorMemory:
@@ -126,6 +164,11 @@ def _torch() -> Any:
 def _as_bytes(tensor: "torch.Tensor") -> bytes:
     torch = _torch()
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+
+
+def _plane(tensor: "torch.Tensor") -> Plane:
+    rows = tensor.detach().view(_torch().uint8).view(tensor.shape[0], -1)
+    return rows if rows.is_cuda else rows.numpy()
 
 
 def _fill(tensor: "torch.Tensor", pages: list[int]) -> None:

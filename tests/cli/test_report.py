@@ -42,9 +42,7 @@ def test_the_commit_is_the_checked_out_one(tmp_path: Path):
     if root is None:
         assert commit is None
     else:
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-        )
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
         assert head.stdout.strip() == commit
         assert re.fullmatch("[0-9a-f]{40}", str(commit))
 

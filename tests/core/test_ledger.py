@@ -273,7 +273,7 @@ MACHINES = pytest.mark.parametrize("machine", [LedgerMachine, TracingLedgerMachi
 @MACHINES
 def test_a_ledger_equals_the_naive_one(machine: type[LedgerMachine]) -> None:
     """States, owners, generations and counts are those of the naive ledger, whatever is done, legal or not."""
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40))
 
 
 @pytest.mark.slow

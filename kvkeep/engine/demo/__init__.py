@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.demo.script import ChatFormat, Conversation, Excerpt, Script
+from kvkeep.errors import BadInput
 from kvkeep.report import INTERRUPTED, Metric, Report
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run(options: DemoOptions) -> Report:
         measured.interrupted = True
     report = _report(measured, time.perf_counter() - started_s)
     for line in _summary(report, measured):
-        console.print(line)
+        console.print(line, markup=False, soft_wrap=True)
     return report
 
 
@@ -81,22 +82,21 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
 
     with console.status(f"loading {options.model}"):
         loaded = load_model(options.model, device=options.device)
+        if loaded.tokenizer is None:
+            raise BadInput(f"--model {options.model}: has no tokenizer beside it; the demo needs one to speak")
         script = Script.write(
             Excerpt.bundled(),
             ChatFormat.of(loaded.tokenizer.encode, loaded.eos_ids),
             sessions=options.sessions,
             turns=options.turns,
             max_new_tokens=options.max_new_tokens,
-            positions=loaded.config.max_position_embeddings,
+            positions=loaded.positions_max,
         )
-        bench = Bench(
-            loaded, options.page_size, options.pool_pages, script.tokens_max, options.max_new_tokens
-        )
+        bench = Bench(loaded, options.page_size, options.pool_pages, script.tokens_max, options.max_new_tokens)
     if script.cut:
-        console.print(
-            f"the texts are cut to fit the {loaded.config.max_position_embeddings} positions of {loaded.name}"
-        )
-    with Display(f"kvkeep demo: {loaded.name} on {options.device}", console) as display:
+        console.print(f"the texts are cut to fit the {loaded.positions_max} positions of {loaded.name}")
+    title = f"{loaded.name} on {options.device}: ms to the first token with kept pages and without"
+    with Display(title, console) as display:
         rng = random.Random(options.seed)
         display.now("warming up")
         bench.warm_up(rng)
@@ -110,9 +110,7 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
             measured.no_reuse.append(ratio)
 
 
-def _turn(
-    bench: "Bench", display: "Display", conversation: Conversation, number: int, measured_before: int
-) -> "Turn":
+def _turn(bench: "Bench", display: "Display", conversation: Conversation, number: int, measured_before: int) -> "Turn":
     from kvkeep.engine.demo.measure import ENGINE_NAMES, Turn
 
     prompt = conversation.next_prompt()

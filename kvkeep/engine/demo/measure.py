@@ -25,7 +25,7 @@ WARM_UP_PAGES = 2
 
 # The request of the no-reuse measure fills its pool, so that storing it has to drop cached pages each time.
 NO_REUSE_PAGES = 2
-NO_REUSE_PAIRS = 15
+NO_REUSE_PAIRS = 30
 
 EngineName = Literal["kept", "exact", "fastest"]
 ENGINE_NAMES: tuple[EngineName, ...] = ("kept", "exact", "fastest")
@@ -187,9 +187,7 @@ def metrics_of(turns: Sequence[Turn], no_reuse: Sequence[float]) -> dict[str, Me
         "ttft_ratio_median": _median(ratios, "ratio"),
         "matched_share": Metric(matched_tokens / prompt_tokens if prompt_tokens else None, "share"),
         "outputs_identical": Metric(int(bool(turns) and all(turn.identical for turn in turns)), "bool"),
-        "no_reuse_overhead": Metric(
-            median(no_reuse) - 1 if no_reuse else None, "share", samples=len(no_reuse)
-        ),
+        "no_reuse_overhead": Metric(median(no_reuse) - 1 if no_reuse else None, "share", samples=len(no_reuse)),
         "strict_cost_ratio": _median(strict_costs, "ratio"),
         "time_saved_s": Metric((without_ms - sum(turn.ttft_kept_ms for turn in turns)) / 1000, "s"),
         "time_without_s": Metric(without_ms / 1000, "s"),

@@ -49,20 +49,28 @@ class Excerpt:
 class ChatFormat:
     """How messages become ids: ChatML where the tokenizer has its marks, else plain lines of text.
 
-    `end_ids` closes an answer that the model did not close itself; `stop_ids` are the ids that end an answer.
+    start_ids: what the tokenizer puts in front of any text; it belongs before the first message only.
+    end_ids: close an answer that the model did not close itself.
+    stop_ids: end an answer.
     """
 
     encode: Encode
+    start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
     stop_ids: tuple[int, ...]
 
     @staticmethod
     def of(encode: Encode, eos_ids: Sequence[int]) -> "ChatFormat":
         """The format for a tokenizer, seen from whether it reads a ChatML mark as one id."""
-        end = encode(END)
-        if len(end) == 1 and len(encode(START)) == 1:
-            return ChatFormat(encode, end_ids=tuple(end), stop_ids=tuple(end))
-        return ChatFormat(encode, end_ids=(), stop_ids=tuple(eos_ids))
+        start = encode("")
+
+        def continued(text: str) -> list[int]:
+            return encode(text)[len(start) :]
+
+        end = continued(END)
+        if len(end) == 1 and len(continued(START)) == 1:
+            return ChatFormat(continued, tuple(start), end_ids=tuple(end), stop_ids=tuple(end))
+        return ChatFormat(continued, tuple(start), end_ids=(), stop_ids=tuple(eos_ids))
 
     def message_ids(self, message: Message, limit: int | None) -> list[int]:
         """Ids of a whole message, its content cut to `limit` ids; None cuts nothing."""
@@ -130,13 +138,11 @@ class Script:
                 f"--sessions {sessions}: the bundled trace has {len(excerpt.sessions)}; ask for at most that"
             )
         if turns > turns_max:
-            raise BadInput(
-                f"--turns {turns}: the bundled sessions have {turns_max} turns; ask for at most that"
-            )
+            raise BadInput(f"--turns {turns}: the bundled sessions have {turns_max} turns; ask for at most that")
         chosen = list(excerpt.sessions.items())[:sessions]
         system = Message("system", excerpt.system)
         marks = len(chat.message_ids(Message("user", ""), 0)) + len(chat.cue_ids()) + len(chat.end_ids) + 1
-        room = positions - turns * (marks + max_new_tokens) - marks
+        room = positions - turns * (marks + max_new_tokens) - marks - len(chat.start_ids)
         needed = max(_content_length(chat, (system, *messages[:turns])) for _, messages in chosen)
         cut = needed > room
         if cut and room < 2 * (turns + 1):
@@ -148,7 +154,7 @@ class Script:
         message_limit = room // 2 // turns if cut else None
         return Script(
             tuple(
-                Conversation(name, chat, messages[:turns], message_limit, list(system_ids))
+                Conversation(name, chat, messages[:turns], message_limit, [*chat.start_ids, *system_ids])
                 for name, messages in chosen
             ),
             tokens_max=positions if cut else needed + positions - room,

@@ -1,0 +1,290 @@
+"""The embedded engine: admits requests, prefills them in chunks, decodes them in a batch, and ends them.
+
+Must not know how a forward is computed, nor what the cache keeps.  `step` reads top to bottom: admit what fits,
+compose a batch, run it, and let each request of it advance.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig, IndexAt, check_choice, check_int
+from kvkeep.engine.arithmetic import Arithmetic, Mode
+from kvkeep.engine.forward import Forward, Piece
+from kvkeep.engine.loader import LoadedModel
+from kvkeep.engine.paged_attention import Segment
+from kvkeep.engine.request import Request, SamplingParams, State
+from kvkeep.engine.sampling import sample
+from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
+from kvkeep.index.names import as_token_ids
+from kvkeep.tiers.gpu_pool import GpuPool
+
+__all__ = ["Engine", "EngineConfig", "Request", "SamplingParams", "State"]
+
+GREEDY = SamplingParams()
+OnForward = Callable[[Request, int, int, torch.Tensor | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of an `Engine`.
+
+    page_size: token positions a page holds.
+    pool_pages: pages of the pool; one request must fit.
+    chunk_tokens: most prompt tokens that one step computes, rounded down to whole pages (one at least).  Chunks end on
+        multiples of it, counted from the start of the prompt, so that a prefix hit does not move them.
+    arithmetic: "strict": outputs are the same bits whatever was cached, batched or preempted (CPU only); "fast": the
+        least work.  None is strict on a CPU, fast elsewhere.
+    threads: intra-op threads of torch during a forward (strict arithmetic may take fewer); None takes torch's setting.
+    max_batch: most requests that run at a time.
+    reuse, store: take pages from the cache, leave pages in it; both off is an engine without a cache.
+    index_at: when a page becomes visible to others, see `CacheConfig`.
+    """
+
+    page_size: int = 128
+    pool_pages: int = 256
+    chunk_tokens: int = 512
+    arithmetic: Mode | None = None
+    threads: int | None = None
+    max_batch: int = 32
+    reuse: bool = True
+    store: bool = True
+    index_at: IndexAt = "seal"
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "pool_pages", "chunk_tokens", "max_batch"):
+            check_int(name, getattr(self, name), at_least=1)
+        if self.threads is not None:
+            check_int("threads", self.threads, at_least=1)
+        if self.arithmetic is not None:
+            check_choice("arithmetic", self.arithmetic, ("strict", "fast"))
+
+
+DEFAULTS = EngineConfig()
+
+
+class Engine:
+    """Runs requests on one model, over one pool of pages and its cache.
+
+    All methods are called from one thread.  `on_forward`, if set, is called for each request of a forward with the
+    positions [start, end) it computed and, when a token follows from them, the logits [vocabulary] of the last one;
+    K and V of all positions below `end` are then in the request's pages (`read_kv`).
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig = DEFAULTS) -> None:
+        self.loaded = loaded
+        self.config = config
+        mode: Mode = config.arithmetic or ("strict" if torch.device(loaded.device).type == "cpu" else "fast")
+        self._chunk_tokens = max(config.chunk_tokens // config.page_size, 1) * config.page_size
+        self.arithmetic: Arithmetic = loaded.arithmetic(
+            mode, config.threads or torch.get_num_threads(), rows_max=self._chunk_tokens + config.max_batch
+        )
+        layout = loaded.layout(config.page_size)
+        self.pool = GpuPool.allocate(layout, config.pool_pages, loaded.device)
+        self.cache = TieredCache(
+            CacheConfig(page_size=config.page_size, index_at=config.index_at),
+            self.pool,
+            loaded.fingerprint(config.page_size, mode),
+        )
+        self.on_forward: OnForward | None = None
+        self._forward = Forward(loaded, self.pool.kv, layout, self.arithmetic)
+        self._submitted = 0
+        self._waiting: deque[Request] = deque()  # by number: oldest first
+        self._running: list[Request] = []  # by number: oldest first
+        # The oldest waiting request found no room, or a running one was preempted for want of it: nothing is
+        # admitted before a running request has ended.  What a preemption frees is for those that still run.
+        self._held = False
+
+    # --- what callers do -----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams = GREEDY,
+        *,
+        salt: bytes = b"",
+        reuse: bool = True,
+        store: bool = True,
+        on_token: Callable[[Request, int], None] | None = None,
+    ) -> Request:
+        """Queues a request; `on_token` is called with each token as it is sampled.
+
+        Raises `BadInput` for ids outside the vocabulary, or when the prompt and `max_new_tokens` exceed the model's
+        positions or the whole pool.
+        """
+        ids = as_token_ids(token_ids)
+        vocabulary = self.loaded.vocabulary
+        if not len(ids):
+            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
+        if int(ids.max()) >= vocabulary:
+            raise BadInput(f"token id {int(ids.max())}: {self.loaded.name} has ids 0 to {vocabulary - 1}")
+        total = len(ids) + params.max_new_tokens
+        limits = {
+            f"the {self.loaded.positions_max} positions of {self.loaded.name}": self.loaded.positions_max,
+            f"the pool's {self.config.pool_pages} pages of {self.config.page_size}": (
+                self.config.pool_pages * self.config.page_size
+            ),
+        }
+        for what, limit in limits.items():
+            if total > limit:
+                raise BadInput(f"prompt of {len(ids)} and max_new_tokens {params.max_new_tokens} exceed {what}")
+        request = Request(
+            number=self._submitted,
+            ids=array("i", ids.tobytes()),
+            prompt_len=len(ids),
+            params=params,
+            salt=salt,
+            reuse=reuse and self.config.reuse,
+            store=store and self.config.store,
+            on_token=on_token,
+        )
+        self._submitted += 1
+        self._waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Ends a request wherever it stands; nothing when it has ended."""
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+        elif request.state is State.RUNNING:
+            self.cache.abort(request.held)
+            self._leave(request)
+        else:
+            return
+        request.end(State.ABORTED)
+
+    def step(self) -> bool:
+        """One forward over the requests that run; False when there was nothing to do."""
+        self.cache.poll()
+        self._admit()
+        batch = self._compose()
+        if not batch:
+            return False
+        logits = self._forward.run([piece for _, piece in batch])
+        self._advance(batch, logits)
+        return True
+
+    def run(self) -> None:
+        """Steps until every request has ended."""
+        while self.step():
+            pass
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._running)
+
+    def read_kv(self, request: Request) -> torch.Tensor:
+        """A copy of the K and V of a running request: [layers, 2, kv_len, kv_heads, head_dim]."""
+        lease, size = request.held, self.config.page_size
+        pages = torch.tensor(lease.pages[: -(-request.kv_len // size)], dtype=torch.long)
+        gathered = self.pool.kv[pages.to(self.pool.kv.device)]
+        return gathered.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, : request.kv_len].clone()
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Admits waiting requests, oldest first, until one does not fit."""
+        while self._waiting and not self._held and len(self._running) < self.config.max_batch:
+            request = self._waiting[0]
+            try:
+                lease = self.cache.admit(request.ids, salt=request.salt, reuse=request.reuse, store=request.store)
+            except OutOfPages:
+                if not self._running:
+                    raise  # it was checked to fit an empty pool, so something else holds pages
+                self._held = True
+                return
+            self._waiting.popleft()
+            request.start(lease)
+            self._running.append(request)
+            self._running.sort(key=_number)  # one that was preempted is older than those admitted since
+
+    def _compose(self) -> list[tuple[Request, Piece]]:
+        """The next forward: every request that decodes, longest first, then prompts, oldest first, up to a chunk."""
+        decoding = sorted((r for r in self._running if r.pending == 1), key=lambda r: -len(r.ids))
+        batch = [(request, self._piece(request, len(request.ids))) for request in decoding]
+        budget = self._chunk_tokens
+        for request in self._running:
+            if request.pending > 1:
+                grid_end = (request.kv_len // self._chunk_tokens + 1) * self._chunk_tokens
+                end = min(len(request.ids), grid_end)
+                if end - request.kv_len > budget:
+                    break
+                budget -= end - request.kv_len
+                batch.append((request, self._piece(request, end)))
+        return batch
+
+    def _piece(self, request: Request, end: int) -> Piece:
+        start = request.kv_len
+        return Piece(
+            segment=Segment(request.held.pages, start, end),
+            ids=request.ids[start:end],
+            wanted=end == len(request.ids),
+        )
+
+    def _advance(self, batch: Sequence[tuple[Request, Piece]], logits: torch.Tensor) -> None:
+        """Commits what a forward computed, samples, ends what is complete, and makes room for the rest."""
+        wanted = [request for request, piece in batch if piece.wanted]
+        rows = {request.number: logits[row] for row, request in enumerate(wanted)}
+        for request, piece in batch:
+            self._commit(request, piece.segment.end)
+            if self.on_forward is not None:
+                self.on_forward(request, piece.segment.start, piece.segment.end, rows.get(request.number))
+        sampled = sample(logits, [(request.params, len(request.ids)) for request in wanted]) if wanted else []
+        for request, token in zip(wanted, sampled, strict=True):
+            request.append(token)
+        for request in wanted:
+            if request.finish_reason is not None:
+                self.cache.finish(request.held, request.kv_len)
+                self._leave(request)
+                request.end(State.FINISHED)
+        for request in sorted(wanted, key=_number):
+            if request.state is State.RUNNING:
+                self._extend(request)
+        for request, token in zip(wanted, sampled, strict=True):
+            if request.on_token is not None:
+                request.on_token(request, token)
+
+    def _commit(self, request: Request, kv_len: int) -> None:
+        """The K and V of the first `kv_len` positions are in pages; a page that is full becomes visible."""
+        fills_page = kv_len // self.config.page_size > request.kv_len // self.config.page_size
+        request.kv_len = kv_len
+        if fills_page:
+            self.cache.seal(request.held, kv_len)
+
+    def _extend(self, request: Request) -> None:
+        """Gives the sampled token its place; while there is none, the youngest request that runs is preempted."""
+        while request.state is State.RUNNING:
+            try:
+                self.cache.extend(request.held, request.ids[-1:])
+                return
+            except OutOfPages as error:
+                youngest = self._running[-1]
+                if youngest is self._running[0]:
+                    raise InvariantViolation(f"{request} runs alone, was checked to fit, and finds no page") from error
+                self._preempt(youngest)
+
+    def _preempt(self, request: Request) -> None:
+        """Takes a request's pages; full ones go to the index.  It waits, by age, and goes on where it stood."""
+        self.cache.finish(request.held, request.kv_len)
+        self._leave(request)
+        self._held = True
+        request.preempt()
+        self._waiting = deque(sorted((*self._waiting, request), key=_number))
+
+    def _leave(self, request: Request) -> None:
+        self._running.remove(request)
+        self._held = False
+
+
+def _number(request: Request) -> int:
+    return request.number

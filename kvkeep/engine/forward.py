@@ -1,0 +1,72 @@
+"""One forward of the model over rows of several requests.
+
+Must not know the scheduler or the cache: it is given token ids and page tables, and returns logits.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvkeep.engine.arithmetic import Arithmetic, threads_set
+from kvkeep.engine.loader import LoadedModel
+from kvkeep.engine.paged_attention import Segment, Step, Workspace
+from kvkeep.tiers.layout import PageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one request: the token ids of its segment, and whether the logits of the last one are wanted."""
+
+    segment: Segment
+    ids: Sequence[int]
+    wanted: bool
+
+
+class Forward:
+    """Runs pieces through the model, K and V into and out of one pool of pages."""
+
+    def __init__(self, loaded: LoadedModel, kv: torch.Tensor, layout: PageLayout, arithmetic: Arithmetic) -> None:
+        self._decoder = loaded.model.get_decoder()
+        self._head = loaded.model.get_output_embeddings()
+        self._kv = kv
+        self._layout = layout
+        self._arithmetic = arithmetic
+        self._workspace = Workspace(kv)
+
+    def run(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Logits [wanted pieces, vocabulary], in the order of `pieces`.
+
+        One-row pieces that stand side by side are attended together; sorted by length they are fastest.
+        """
+        with torch.inference_mode(), threads_set(self._arithmetic.threads), self._kernel():
+            ids: list[int] = []
+            positions: list[int] = []
+            wanted: list[int] = []
+            for piece in pieces:
+                ids.extend(piece.ids)
+                positions.extend(range(piece.segment.start, piece.segment.end))
+                if piece.wanted:
+                    wanted.append(len(ids) - 1)
+            # Rows of padding are token 0 at position 0; what becomes of them is never read.
+            padding = [0] * (self._arithmetic.rows(len(ids)) - len(ids))
+            device = self._kv.device
+            segments = [piece.segment for piece in pieces]
+            step = Step(self._kv, self._layout, segments, self._arithmetic, self._workspace)
+            hidden = self._decoder(
+                input_ids=torch.tensor([ids + padding], device=device),
+                position_ids=torch.tensor([positions + padding], device=device),
+                use_cache=False,
+                step=step,
+            ).last_hidden_state[0]
+            rows = wanted + wanted[-1:] * (self._arithmetic.rows(len(wanted)) - len(wanted))
+            logits: torch.Tensor = self._head(hidden[torch.tensor(rows, dtype=torch.long, device=device)])
+            return logits[: len(wanted)]
+
+    def _kernel(self) -> contextlib.AbstractContextManager[None]:
+        """Strict arithmetic is proved for one attention kernel: torch then fails rather than choose another."""
+        if self._arithmetic.mode == "strict":
+            return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        return contextlib.nullcontext()

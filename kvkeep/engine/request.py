@@ -1,0 +1,155 @@
+"""What a caller asks of the engine and what becomes of it.
+
+Must not know models, pages or how the engine schedules.
+"""
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from kvkeep.config import check_int
+from kvkeep.errors import BadInput, InvariantViolation
+from kvkeep.lease import Lease
+
+SEED_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop.
+
+    max_new_tokens: most tokens that are generated.
+    temperature: 0 takes the likeliest token; above 0 draws.
+    top_p: draws among the likeliest tokens whose shares sum to this (0 < top_p <= 1).
+    top_k: draws among this many of the likeliest tokens; None draws among all.
+    seed: together with a token's position it determines the draw, whatever else the engine computes.
+    stop_ids: ids that end the request; the one that did is the last of its output.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, at_least=1)
+        check_int("seed", self.seed, at_least=0)
+        if self.seed > SEED_MAX:
+            raise BadInput(f"seed is {self.seed}: it must be at most {SEED_MAX}")
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, at_least=1)
+        if not 0 <= self.temperature < float("inf"):
+            raise BadInput(f"temperature is {self.temperature!r}: it must be a finite number of 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise BadInput(f"top_p is {self.top_p!r}: it must be above 0 and at most 1")
+
+
+class State(Enum):
+    """Where a request stands; WAITING again after a preemption."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request; made by `Engine.submit`, changed by the engine only.
+
+    number: order of submission; a lower number is older.
+    ids: prompt and generated token ids.
+    kv_len: positions whose K and V are in pages.
+    matched_len: prompt tokens taken from the cache at the first admission.
+    recomputed_len: tokens computed once more after preemptions.
+    finish_reason: "stop" (a stop id) or "length" (max_new_tokens) of a finished request.
+    """
+
+    number: int
+    ids: "array[int]"
+    prompt_len: int
+    params: SamplingParams
+    salt: bytes = b""
+    reuse: bool = True
+    store: bool = True
+    on_token: "Callable[[Request, int], None] | None" = None
+    state: State = State.WAITING
+    lease: Lease | None = None
+    kv_len: int = 0
+    matched_len: int = 0
+    recomputed_len: int = 0
+    preemptions: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+    submitted_ns: int = field(default_factory=time.perf_counter_ns)
+    first_token_ns: int | None = None
+    ended_ns: int | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Generated token ids so far."""
+        return self.ids[self.prompt_len :].tolist()
+
+    @property
+    def ended(self) -> bool:
+        """Finished or aborted."""
+        return self.state in (State.FINISHED, State.ABORTED)
+
+    @property
+    def aborted(self) -> bool:
+        """Ended by `Engine.abort`."""
+        return self.state is State.ABORTED
+
+    @property
+    def pending(self) -> int:
+        """Tokens known whose K and V are not in pages yet."""
+        return len(self.ids) - self.kv_len
+
+    @property
+    def ttft_ns(self) -> int:
+        """Nanoseconds from submission to the first token, waiting included; an error before there is one."""
+        if self.first_token_ns is None:
+            raise InvariantViolation(f"request {self.number} has no first token yet")
+        return self.first_token_ns - self.submitted_ns
+
+    @property
+    def held(self) -> Lease:
+        """The lease of a running request."""
+        if self.lease is None:
+            raise InvariantViolation(f"request {self.number} is {self.state.value} and holds no pages")
+        return self.lease
+
+    def start(self, lease: Lease) -> None:
+        """Admitted: the first `lease.matched_len` positions are there."""
+        if not self.preemptions:
+            self.matched_len = lease.matched_len
+        else:
+            self.recomputed_len += max(self.kv_len - lease.matched_len, 0)
+        self.state, self.lease, self.kv_len = State.RUNNING, lease, lease.matched_len
+
+    def append(self, token: int) -> None:
+        """A token was sampled; sets `finish_reason` when it is the last."""
+        if self.first_token_ns is None:
+            self.first_token_ns = time.perf_counter_ns()
+        self.ids.append(token)
+        if token in self.params.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.ids) - self.prompt_len >= self.params.max_new_tokens:
+            self.finish_reason = "length"
+
+    def preempt(self) -> None:
+        """Its pages were taken; `kv_len` stays to tell what is computed again."""
+        self.state, self.lease = State.WAITING, None
+        self.preemptions += 1
+
+    def end(self, state: State) -> None:
+        """Finished or aborted."""
+        self.state, self.lease = state, None
+        self.ended_ns = time.perf_counter_ns()
+
+    def __repr__(self) -> str:
+        return f"Request({self.number}, {self.state.value}, {self.prompt_len}+{len(self.ids) - self.prompt_len} tokens)"

@@ -1,0 +1,292 @@
+"""The run tree against a naive index: the same matches, the same pages evicted in the same order.
+
+Must not know requests: pages are opened, sealed, pinned and let go here as the cache would.
+"""
+
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvkeep.index.eviction import LruOrder
+from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, MediaItem, chain_names, hash64, make_identity
+from kvkeep.index.runs import Place, RunTree
+from kvkeep.tiers.tracing import TracingLedger
+from tests.core.naive import NaiveIndex, PageContent, constant_hash, narrow_hash
+
+PAGE_SIZE = 2
+PAGE_NBYTES = PAGE_SIZE * TOKEN_NBYTES
+PAGES_TOTAL = 40
+CHAIN_PAGES_MAX = 7
+
+Chain = tuple[PageContent, ...]
+Media = dict[int, tuple[MediaItem, ...]]
+
+
+class Pin(NamedTuple):
+    """A holder of pages along one path, as a request is."""
+
+    owner: str
+    pages: "array[int]"
+
+
+def item(digest: bytes, page: int, pages: int) -> MediaItem:
+    return MediaItem(offset=page * PAGE_SIZE + 1, length=pages * PAGE_SIZE - 1, digest=digest)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Chain:
+    """Chains of few letters, so that they meet, split and diverge; now and then a page of another medium."""
+    tokens = draw(
+        st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=CHAIN_PAGES_MAX), label="chain"
+    )
+    media: dict[int, MediaItem] = {}
+    if draw(st.booleans()) and draw(st.booleans()):
+        first = draw(st.integers(0, len(tokens) - 1))
+        span = draw(st.integers(1, len(tokens) - first))
+        digest = draw(st.sampled_from([b"A" * 16, b"A" * 15 + b"B"]))
+        media = {depth: item(digest, first, span) for depth in range(first, first + span)}
+    return tuple((page, (media[d],) if d in media else ()) for d, page in enumerate(tokens))
+
+
+def raw_of(chain: Chain) -> memoryview:
+    return np.array([t for tokens, _ in chain for t in tokens], dtype=np.int32).data.cast("B")
+
+
+def media_of(chain: Chain) -> Media | None:
+    return {d: items for d, (_, items) in enumerate(chain) if items} or None
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Random stores, pins and evictions of short chains over a small pool."""
+
+    hash_fn: Hash64 = staticmethod(hash64)
+
+    @initialize()
+    def begin(self) -> None:
+        self.ledger = TracingLedger(PAGES_TOTAL)
+        self.tree = RunTree(self.ledger, LruOrder(), PAGE_NBYTES, self.hash_fn)
+        self.roots = [make_identity(b"fp", salt=salt, hash_fn=self.hash_fn) for salt in (b"", b"s")]
+        self.naive = NaiveIndex()
+        self.pins: list[Pin] = []
+        self.owners = 0
+
+    def new_owner(self) -> str:
+        self.owners += 1
+        return f"request {self.owners}"
+
+    def names(self, root: Identity, chain: Chain) -> list[int]:
+        return chain_names(root.name, raw_of(chain), PAGE_NBYTES, 0, media_of(chain), self.hash_fn)
+
+    def match(self, root: Identity, chain: Chain, limit: int) -> "array[int]":
+        """Matches in the tree, and sees that the naive index matches the same."""
+        found = self.tree.match(root, raw_of(chain), limit, media_of(chain))
+        expected = self.naive.match(root.record, chain, limit)
+        assert expected == list(found.pages)
+        assert (self.names(root, chain)[: len(expected)] or [root.name])[-1] == found.name
+        return found.pages
+
+    def release(self, pin: Pin) -> None:
+        self.ledger.release(pin.pages, pin.owner)
+        inside = [p for p in pin.pages if p in self.tree]
+        if inside:
+            self.tree.offer(inside[-1])
+
+    def place(self, root: Identity, pages: "array[int]") -> Place:
+        place = self.tree.place(pages[-1]) if pages else self.tree.root(root)
+        assert place is not None
+        return place
+
+    # ------------------------------------------------------------------ rules
+
+    @rule(which=st.integers(0, 1), chain=chains(), limit=st.integers(0, CHAIN_PAGES_MAX))
+    def lookup(self, which: int, chain: Chain, limit: int) -> None:
+        self.match(self.roots[which], chain, min(limit, len(chain)))
+
+    @rule(which=st.integers(0, 1), chain=chains(), hold=st.booleans())
+    def store_behind_a_match(self, which: int, chain: Chain, hold: bool) -> None:
+        """A request that reuses what there is and stores the rest."""
+        root, owner = self.roots[which], self.new_owner()
+        matched = self.match(root, chain, len(chain))
+        if len(chain) - len(matched) > self.ledger.free:
+            return
+        self.ledger.retain(matched, owner)
+        self.store(root, chain, matched, owner, hold)
+
+    @rule(which=st.integers(0, 1), chain=chains(), hold=st.booleans())
+    def store_from_the_root(self, which: int, chain: Chain, hold: bool) -> None:
+        """A request that computed all of it: its pages stay out where there are pages already."""
+        if len(chain) <= self.ledger.free:
+            self.store(self.roots[which], chain, array("i"), self.new_owner(), hold)
+
+    def store(self, root: Identity, chain: Chain, matched: "array[int]", owner: str, hold: bool) -> None:
+        at = len(matched)
+        own = self.ledger.open(len(chain) - at, owner)
+        self.ledger.seal(own, owner)
+        pages = matched + own
+        if own:
+            done = self.tree.insert(
+                self.place(root, matched), self.names(root, chain)[at:], raw_of(chain[at:]), own, media_of(chain)
+            )
+            twins = len(self.naive.match(root.record, chain, len(chain))) - at
+            added = self.naive.insert(root.record, chain, list(pages))
+            assert (at + twins, len(added)) == (at + done.twins, len(own) - done.twins)
+            assert self.naive.match(root.record, chain, len(chain))[-1] == done.last
+        pin = Pin(owner, pages)
+        if hold:
+            self.pins.append(pin)
+        else:
+            self.release(pin)
+
+    @rule(which=st.integers(0, 1), chain=chains())
+    def pin(self, which: int, chain: Chain) -> None:
+        pages = self.match(self.roots[which], chain, len(chain))
+        if pages:
+            owner = self.new_owner()
+            self.ledger.retain(pages, owner)
+            self.pins.append(Pin(owner, pages))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        self.release(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1), label="pin")))
+
+    @rule(which=st.integers(0, 1), chain=chains())
+    def touch(self, which: int, chain: Chain) -> None:
+        root = self.roots[which]
+        pages = self.match(root, chain, len(chain))
+        if pages:
+            self.tree.touch(self.place(root, pages))
+            self.naive.touch(root.record, chain[: len(pages)])
+
+    @rule(count=st.integers(1, PAGES_TOTAL))
+    def evict(self, count: int) -> None:
+        expected = self.naive.evict(count, self.ledger.is_idle)
+        pages = self.tree.evict(count)
+        assert sorted(expected) == sorted(pages)
+        self.ledger.recycle(pages, "room")
+        self.ledger.release(pages, "room")
+
+    @rule(which=st.integers(0, 1), chain=chains())
+    def replace(self, which: int, chain: Chain) -> None:
+        """The index takes another page of equal content in place of one that nobody holds."""
+        root = self.roots[which]
+        pages = self.match(root, chain, len(chain))
+        old = [d for d, p in enumerate(pages) if self.ledger.is_idle(p)]
+        if not old or not self.ledger.free:
+            return
+        new = self.ledger.open(1, "twin")
+        self.ledger.seal(new, "twin")
+        self.tree.replace(pages[old[0]], new[0])
+        self.naive.entries[root.record, chain[: old[0] + 1]].page = new[0]
+        self.release(Pin("twin", new))
+
+    @rule(sure=st.integers(0, 9))
+    def clear(self, sure: int) -> None:
+        if sure:
+            return
+        idle = self.ledger.idle
+        assert idle == self.tree.clear()
+        self.naive.entries.clear()
+
+    # ------------------------------------------------------------------ always
+
+    @invariant()
+    def the_tree_holds_what_the_naive_index_holds(self) -> None:
+        self.ledger.check_invariants()
+        self.tree.check_invariants()
+        pages = {entry.page: prefix for prefix, entry in self.naive.entries.items()}
+        assert len(pages) == self.tree_pages()
+        for page, (root, chain) in pages.items():
+            place = self.tree.place(page)
+            assert place is not None
+            assert len(chain) == place.depth
+            assert page == self.tree.page_at(place, len(chain) - 1)
+            tokens, _, media = self.tree.page_content(page)
+            assert (bytes(raw_of(chain[-1:])), chain[-1][1]) == (tokens, (media or {}).get(len(chain) - 1, ()))
+            assert self.naive.match(root, chain, len(chain))[-1] == page
+
+    def tree_pages(self) -> int:
+        return sum(len(run.pages) for run in self.tree.runs())
+
+    def teardown(self) -> None:
+        """When every holder has let go, everything can leave, in the naive order, and the pool is whole again."""
+        if not hasattr(self, "tree"):
+            return
+        while self.pins:
+            self.release(self.pins.pop())
+        while self.naive.entries:
+            self.evict(1)
+        assert (PAGES_TOTAL, 0) == (self.ledger.free, self.tree_pages())
+        self.tree.check_invariants()
+
+
+class NarrowTreeMachine(TreeMachine):
+    """With names of 8 bits."""
+
+    hash_fn = staticmethod(narrow_hash)
+
+
+class ConstantTreeMachine(TreeMachine):
+    """With one name for everything."""
+
+    hash_fn = staticmethod(constant_hash)
+
+
+MACHINES = pytest.mark.parametrize("machine", [TreeMachine, NarrowTreeMachine, ConstantTreeMachine])
+
+
+@MACHINES
+def test_a_tree_equals_the_naive_index(machine: type[TreeMachine]) -> None:
+    """Matches and evictions are exactly those of a dict by exact prefix, however names collide."""
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
+    )
+
+
+@pytest.mark.slow
+@MACHINES
+def test_a_tree_equals_the_naive_index_at_length(machine: type[TreeMachine]) -> None:
+    """The same, for minutes."""
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=2000, stateful_step_count=100, report_multiple_bugs=False)
+    )
+
+
+def stored(tree: RunTree, *chains: Chain) -> None:
+    """Stores chains, each used later than those before it, and lets go of them."""
+    for chain in chains:
+        root = make_identity(b"fp")
+        found = tree.match(root, raw_of(chain), len(chain), media_of(chain))
+        at = len(found.pages)
+        place = tree.place(found.pages[-1]) if found.pages else tree.root(root)
+        assert place is not None
+        pages = tree.ledger.open(len(chain) - at, "a")
+        tree.ledger.seal(pages, "a")
+        names = chain_names(found.name, raw_of(chain[at:]), PAGE_NBYTES, at, media_of(chain))
+        tree.insert(place, names, raw_of(chain[at:]), pages, media_of(chain))
+        tree.ledger.release(pages, "a")
+        tree.offer(pages[-1])
+
+
+def plain(*pages: tuple[int, int]) -> Chain:
+    return tuple((tokens, ()) for tokens in pages)
+
+
+def test_a_parent_can_leave_after_a_child_used_as_late_as_itself() -> None:
+    """When the last page behind a page leaves, that page is next, also when one use stamped both."""
+    ledger = TracingLedger(8)
+    tree = RunTree(ledger, LruOrder(), PAGE_NBYTES)
+    stored(tree, plain((0, 0), (1, 1)), plain((0, 0), (2, 2)))
+    assert [1, 1, 1, 0] == [len(tree.evict(1)) for _ in range(4)]
