@@ -35,7 +35,6 @@ from kvkeep.index.names import (
     self_test,
 )
 from kvkeep.index.runs import Match, Place, RunTree
-from kvkeep.index.tiermap import TierMap
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.ledger import Ledger
@@ -114,7 +113,7 @@ class TieredCache:
         if self._ledger.total != pool.pages:
             raise BadInput(f"a ledger of {self._ledger.total} pages for a pool of {pool.pages}")
         self._order = order if order is not None else ORDERS[config.eviction]()
-        self._tree = RunTree(TierMap(self._ledger, self._order), self._page_nbytes, hash_fn)
+        self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn)
         self._leases: dict[int, Lease] = {}
         self._epoch = 0
         self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = 0
@@ -434,7 +433,7 @@ class TieredCache:
     def _reset(self) -> ResetReport:
         held = self._ledger.held
         self._epoch += 1
-        return ResetReport(pages_freed=self._tree.clear()[0], pages_held=held)
+        return ResetReport(pages_freed=self._tree.clear().gpu, pages_held=held)
 
     def stats(self) -> CacheStats:
         """Counts of now and since the start."""

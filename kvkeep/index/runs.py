@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvkeep.index.eviction import EvictionOrder
 from kvkeep.index.names import Hash64, Identity, PageMedia, hash64, page_name
 from kvkeep.index.run import NOWHERE, Root, Run
 from kvkeep.index.tiermap import TierMap
-from kvkeep.tiers.ledger import as_index
+from kvkeep.tiers.ledger import Ledger, as_index
 
 
 class Match(NamedTuple):
@@ -40,6 +41,13 @@ class Place(NamedTuple):
     depth: int
 
 
+class Cleared(NamedTuple):
+    """How many pages of each tier became free."""
+
+    gpu: int
+    host: int
+
+
 class Inserted(NamedTuple):
     """What `insert` did: the first `twins` pages were there already, on other page ids; `last` ends the chain."""
 
@@ -50,8 +58,15 @@ class Inserted(NamedTuple):
 class RunTree:
     """Runs by root, over one or two tiers of pages; the index's ownership of a page changes here only."""
 
-    def __init__(self, gpu: TierMap, page_nbytes: int, hash_fn: Hash64 = hash64, host: TierMap | None = None) -> None:
-        self.gpu = gpu
+    def __init__(
+        self,
+        ledger: Ledger,
+        order: EvictionOrder,
+        page_nbytes: int,
+        hash_fn: Hash64 = hash64,
+        host: TierMap | None = None,
+    ) -> None:
+        self.gpu = TierMap(ledger, order)
         self.host = host
         self.page_nbytes = page_nbytes
         self._hash = hash_fn
@@ -327,12 +342,12 @@ class RunTree:
             self.host.ledger.drop(host)
         self._offer(run)
 
-    def clear(self) -> tuple[int, int]:
-        """Forgets everything; returns how many GPU and host pages that freed."""
+    def clear(self) -> Cleared:
+        """Forgets everything."""
         for run in list(self.runs()):
             run.pages, run.names, run.host, run.children = array("i"), array("Q"), None, None
         self._roots.clear()
-        return self.gpu.clear(), self.host.clear() if self.host is not None else 0
+        return Cleared(self.gpu.clear(), self.host.clear() if self.host is not None else 0)
 
     def _below(self, run: Run) -> Iterator[Run]:
         """Every run behind `run`, parents first."""

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import LruOrder
 from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, MediaItem, chain_names, hash64, make_identity
 from kvkeep.index.runs import Place, RunTree
@@ -197,7 +198,7 @@ class TreeMachine(RuleBasedStateMachine):
         if sure:
             return
         idle = self.ledger.idle
-        assert idle == self.tree.clear()
+        assert idle == self.tree.clear().gpu
         self.naive.entries.clear()
 
     # ------------------------------------------------------------------ always
@@ -205,7 +206,7 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def the_tree_holds_what_the_naive_index_holds(self) -> None:
         self.ledger.check_invariants()
-        self.tree.check_invariants()
+        check_tree(self.tree)
         pages = {entry.page: prefix for prefix, entry in self.naive.entries.items()}
         assert len(pages) == self.tree_pages()
         for page, (root, chain) in pages.items():
@@ -229,7 +230,7 @@ class TreeMachine(RuleBasedStateMachine):
         while self.naive.entries:
             self.evict(1)
         assert (PAGES_TOTAL, 0) == (self.ledger.free, self.tree_pages())
-        self.tree.check_invariants()
+        check_tree(self.tree)
 
 
 class NarrowTreeMachine(TreeMachine):
@@ -272,11 +273,11 @@ def stored(tree: RunTree, *chains: Chain) -> None:
         at = len(found.pages)
         place = tree.place(found.pages[-1]) if found.pages else tree.root(root)
         assert place is not None
-        pages = tree.ledger.open(len(chain) - at, "a")
-        tree.ledger.seal(pages, "a")
+        pages = tree.gpu.ledger.open(len(chain) - at, "a")
+        tree.gpu.ledger.seal(pages, "a")
         names = chain_names(found.name, raw_of(chain[at:]), PAGE_NBYTES, at, media_of(chain))
         tree.insert(place, names, raw_of(chain[at:]), pages, media_of(chain))
-        tree.ledger.release(pages, "a")
+        tree.gpu.ledger.release(pages, "a")
         tree.offer(pages[-1])
 
 
