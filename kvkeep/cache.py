@@ -29,8 +29,10 @@ from kvkeep.index.names import (
     chain_names,
     check_token_range,
     cut_before_split_item,
+    fingerprint_bytes,
     hash64,
     make_identity,
+    media_before,
     page_media,
     self_test,
 )
@@ -106,7 +108,7 @@ class TieredCache:
         self._page_nbytes = config.page_size * TOKEN_NBYTES
         self._store_at_seal = config.index_at == "seal"
         self._hash = hash_fn
-        self._fingerprint = fingerprint.encode() if isinstance(fingerprint, Fingerprint) else fingerprint
+        self._fingerprint = fingerprint_bytes(fingerprint)
         self._identities: dict[tuple[bytes, bytes, bytes], Identity] = {}
         self._lock = Lock()
         self._ledger = ledger if ledger is not None else Ledger(pool.pages)
@@ -158,19 +160,19 @@ class TieredCache:
             identity = self._identity(salt, adapter, label)
             pages, _, name, _ = self._match(identity, raw, limit, by_page)
             matched = len(pages)
-            rest = check_token_range(ids[matched * self._page_size :])
+            rest = check_token_range(ids[matched * self._page_size :], matched * self._page_size)
             number = self._admissions
             self._ledger.retain(pages, number)
             try:
                 pages.extend(self._take(reserve - matched, number))
-            except OutOfPages:
+            except OutOfPages as e:
                 self._ledger.release(pages, number)
                 self._refusals += 1
-                raise
+                raise self._out_of_pages(e.asked, e.short) from None
             own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
             lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
             if matched:
-                lease.path = (pages[matched - 1], self._ledger.generation(pages[matched - 1]))
+                lease.path = self._page_id(pages[matched - 1])
             lease.store, lease.storable, lease.media = store, storable, by_page
             lease.epoch = self._epoch
             self._leases[number] = lease
@@ -186,6 +188,8 @@ class TieredCache:
         """
         self._check_live(lease)
         ids = as_token_ids(tokens)
+        if room < 0:
+            raise BadInput(f"room {room}: it must be 0 or more")
         length = lease.length + len(ids)
         need = -(-(length + room) // self._page_size) - len(lease.pages)
         if need > 0:
@@ -231,7 +235,7 @@ class TieredCache:
             replace = part and full < lease.sealed
             if replace and not self._could_free(gone):
                 self._refusals += 1
-                raise self._out_of_pages(1)
+                raise self._out_of_pages(1, 1)
             self._rewind(lease, full, length)
             del lease.pages[keep:]
             self._release(lease, gone)
@@ -289,12 +293,7 @@ class TieredCache:
         last = lease.sealed if lease.storable is None else min(lease.sealed, lease.storable)
         if last <= lease.stored or not lease.store or lease.epoch != self._epoch:
             return False
-        place = self._place(lease)
-        if place is None:  # another request's pages on this path have left: begin again with our own
-            lease.stored, lease.path, lease.twins = lease.base, self._page_id(lease, lease.base - 1), []
-            place = self._place(lease)
-            if place is None:
-                raise InvariantViolation(f"{lease}: a page that it took from the index is not there")
+        place = self._place(lease) or self._begin_again(lease)
         first = lease.stored
         done = self._tree.insert(
             place,
@@ -305,7 +304,7 @@ class TieredCache:
         )
         lease.twins.extend(range(first, first + done.twins))
         lease.stored = last
-        lease.path = (done.last, self._ledger.generation(done.last))
+        lease.path = self._page_id(done.last)
         self._pages_stored += last - first - done.twins
         return True
 
@@ -316,14 +315,28 @@ class TieredCache:
         page, generation = lease.path
         return self._tree.place(page) if self._ledger.generation(page) == generation else None
 
-    def _page_id(self, lease: Lease, depth: int) -> tuple[int, int] | None:
-        return None if depth < 0 else (lease.pages[depth], self._ledger.generation(lease.pages[depth]))
+    def _begin_again(self, lease: Lease) -> Place:
+        """Another's page, which ended the lease's path, has left: back to what the lease took from the index."""
+        lease.stored, lease.twins = lease.base, []
+        lease.path = self._page_id(lease.pages[lease.base - 1]) if lease.base else None
+        place = self._place(lease)
+        if place is None:
+            raise InvariantViolation(f"{lease}: a page that it took from the index is not there")
+        return place
+
+    def _page_id(self, page: int) -> tuple[int, int]:
+        return (page, self._ledger.generation(page))
 
     def _touch(self, lease: Lease) -> None:
-        if lease.epoch == self._epoch and lease.path is not None:
-            place = self._place(lease)
-            if place is not None:
-                self._tree.touch(place)
+        """Stamps the lease's path; where another's page on it has left, the lease's own comes in its place."""
+        if lease.epoch != self._epoch:
+            return
+        place = self._place(lease)
+        if place is None:
+            place = self._begin_again(lease)
+            if self._store(lease):
+                return
+        self._tree.touch(place)
 
     def _end(self, lease: Lease) -> None:
         lease.live = False
@@ -350,48 +363,43 @@ class TieredCache:
         if short <= 0:
             return ledger.open(count, owner)
         if short > ledger.idle:
-            raise self._out_of_pages(count)
+            raise self._out_of_pages(count, short - ledger.idle)
         pages = self._tree.evict(short)
         ledger.recycle(pages, owner)
         self._pages_evicted += len(pages)
-        if len(pages) < short:
-            pages.extend(self._take_twins(short - len(pages), owner))
-        if count > short:
-            pages.extend(ledger.open(count - short, owner))
+        rest = count - len(pages)
+        if rest:
+            if rest > ledger.free:
+                self._swap_twins(rest)
+            pages.extend(ledger.open(rest, owner))
         return pages
 
-    def _out_of_pages(self, asked: int) -> OutOfPages:
-        ledger = self._ledger
-        short = asked - ledger.free - ledger.idle
-        return OutOfPages(asked=asked, short=short, in_flight=0, held=ledger.held, total=ledger.total)
+    def _out_of_pages(self, asked: int, short: int) -> OutOfPages:
+        return OutOfPages(asked=asked, short=short, in_flight=0, held=self._ledger.held, total=self._ledger.total)
 
-    def _take_twins(self, count: int, owner: int) -> "array[int]":
-        """Frees idle pages that cannot leave because a live request's pages hang behind them.
+    def _swap_twins(self, free_min: int) -> None:
+        """Frees idle pages that cannot leave since a live request's pages hang behind them, until `free_min` are free.
 
         Such a request has a private page of equal content for each (it lost the race to store it), so the index takes
-        that one instead.
+        that one instead, and loses nothing.
         """
         ledger, tree = self._ledger, self._tree
         for lease in self._leases.values():
-            place = self._place(lease) if lease.twins and lease.epoch == self._epoch else None
+            if ledger.free >= free_min:
+                return
+            inside = next((page for page in reversed(lease.pages) if page in tree), None) if lease.twins else None
+            place = None if inside is None else tree.place(inside)
             if place is None:
                 continue
-            for depth in lease.twins[:]:
-                other = tree.page_at(place, depth)
+            for depth in [d for d in lease.twins if d < place.depth]:
+                other, own = tree.page_at(place, depth), lease.pages[depth]
                 if ledger.is_idle(other):
+                    if lease.path == self._page_id(other):
+                        lease.path = self._page_id(own)
+                    tree.replace(other, own)
                     lease.twins.remove(depth)
-                    tree.replace(other, lease.pages[depth])
-                    self._pages_evicted += 1
-            lease.path = self._page_id_on_path(lease, place)
-            if ledger.free >= count:
-                break
-        if ledger.free < count:
-            raise InvariantViolation(f"{count - ledger.free} idle pages can neither leave nor be replaced")
-        return ledger.open(count, owner)
-
-    def _page_id_on_path(self, lease: Lease, place: Place) -> tuple[int, int]:
-        page = self._tree.page_at(place, place.depth - 1)
-        return (page, self._ledger.generation(page))
+        if ledger.free < free_min:
+            raise InvariantViolation(f"{free_min - ledger.free} idle pages can neither leave nor be replaced")
 
     # ------------------------------------------------------------------ rolling back
 
@@ -412,9 +420,14 @@ class TieredCache:
         del lease.names[max(full - lease.base, 0) :]
         lease.stored = min(lease.stored, full)
         lease.twins = [d for d in lease.twins if d < full]
+        if lease.media:
+            lease.media, cut = media_before(lease.media, length)
+            if cut is not None:  # what is left of an item has no identity
+                known = cut // self._page_size
+                lease.storable = known if lease.storable is None else min(known, lease.storable)
         if place is not None and place.depth > full:
             page = self._tree.page_at(place, full - 1) if full else None
-            lease.path = None if page is None else (page, self._ledger.generation(page))
+            lease.path = None if page is None else self._page_id(page)
 
     # ------------------------------------------------------------------ the whole cache
 
@@ -425,8 +438,9 @@ class TieredCache:
 
     def set_fingerprint(self, fingerprint: Fingerprint | bytes) -> ResetReport:
         """New weights, dtype or layout: every old name is unmatchable from now on, as after `reset`."""
+        new = fingerprint_bytes(fingerprint)
         with self._lock:
-            self._fingerprint = fingerprint.encode() if isinstance(fingerprint, Fingerprint) else fingerprint
+            self._fingerprint = new
             self._identities.clear()
             return self._reset()
 
@@ -480,7 +494,10 @@ class TieredCache:
 
     def _identity(self, salt: bytes, adapter: bytes, label: bytes) -> Identity:
         key = (salt, adapter, label)
-        found = self._identities.get(key)
+        try:
+            found = self._identities.get(key)
+        except TypeError:  # one of them is not even hashable: make_identity says which
+            found = None
         if found is None:
             found = make_identity(self._fingerprint, *key, hash_fn=self._hash)
             if len(self._identities) >= IDENTITIES_MAX:

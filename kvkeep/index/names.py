@@ -9,6 +9,7 @@ H is XXH3 at 64 bits with the parent's name as its seed and token ids as little-
 across processes and machines.
 """
 
+import operator
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,6 +55,8 @@ class MediaItem:
             raise BadInput(
                 f"media item at {self.offset} of length {self.length}: offset must be 0 or more, length 1 or more"
             )
+        if self.digest is not None and not isinstance(self.digest, bytes):
+            raise BadInput(f"media digest is {type(self.digest).__name__}: it must be bytes, or None")
         if self.digest is not None and len(self.digest) < DIGEST_NBYTES_MIN:
             raise BadInput(
                 f"media digest of {len(self.digest)} bytes: it must be {DIGEST_NBYTES_MIN} bytes or more, "
@@ -85,6 +88,15 @@ class Fingerprint:
     def encode(self) -> bytes:
         """The fields, framed."""
         return frame((name, str(getattr(self, name)).encode()) for name in self.__dataclass_fields__)
+
+
+def fingerprint_bytes(fingerprint: Fingerprint | bytes) -> bytes:
+    """A fingerprint as bytes; `BadInput` when it is neither bytes nor a `Fingerprint`."""
+    if isinstance(fingerprint, Fingerprint):
+        return fingerprint.encode()
+    if not isinstance(fingerprint, bytes):
+        raise BadInput(f"fingerprint is {type(fingerprint).__name__}: it must be bytes or a Fingerprint")
+    return fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +135,11 @@ def as_token_ids(tokens: TokenIds) -> npt.NDArray[np.int32]:
     return check_token_range(as_int32(tokens))
 
 
-def check_token_range(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """`ids`, or `BadInput` naming the first negative one."""
+def check_token_range(ids: npt.NDArray[np.int32], first: int = 0) -> npt.NDArray[np.int32]:
+    """`ids`, which begin at position `first`, or `BadInput` naming the first negative one."""
     if len(ids) and ids.min() < 0:
         at = int((ids < 0).argmax())
-        raise BadInput(f"token id {int(ids[at])} at position {at}: ids must be 0 to 2147483647")
+        raise BadInput(f"token id {int(ids[at])} at position {first + at}: ids must be 0 to 2147483647")
     return ids
 
 
@@ -147,14 +159,24 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
         at, bad = next((i, t) for i, t in enumerate(tokens) if not -(2**31) <= t < 2**31)
         raise BadInput(f"token id {bad} at position {at}: ids must be 0 to 2147483647") from None
     except TypeError:
-        at, bad = next((i, t) for i, t in enumerate(tokens) if not hasattr(t, "__index__"))
+        at, bad = next((i, t) for i, t in enumerate(tokens) if not _is_integer(t))
         raise BadInput(f"token id {bad!r} at position {at} is {type(bad).__name__}: ids must be integers") from None
+
+
+def _is_integer(token: Any) -> bool:
+    try:
+        operator.index(token)
+    except TypeError:
+        return False
+    return True
 
 
 def _from_buffer(tokens: Any) -> npt.NDArray[np.int32]:
     if isinstance(tokens, bytes | bytearray):
         tokens = memoryview(tokens)
     if isinstance(tokens, memoryview) and tokens.format in ("B", "b", "c"):
+        if tokens.ndim != 1 or not tokens.contiguous:
+            raise BadInput(f"token buffer of shape {tokens.shape}, strides {tokens.strides}: it must be one piece")
         if tokens.nbytes % TOKEN_NBYTES:
             raise BadInput(f"token buffer of {tokens.nbytes} bytes: int32 ids take a multiple of {TOKEN_NBYTES}")
         return np.frombuffer(tokens, dtype=np.int32)
@@ -183,6 +205,7 @@ def page_media(
     if not items:
         return None, None
     by_page: dict[int, tuple[MediaItem, ...]] = {}
+    nameable: int | None = None
     end = 0
     for item in items:
         if item.offset < end or item.offset + item.length > length:
@@ -191,11 +214,19 @@ def page_media(
                 f"the {length} tokens"
             )
         end = item.offset + item.length
-        if item.digest is None:
-            return by_page, item.offset // page_size
-        for page in range(item.offset // page_size, (end - 1) // page_size + 1):
-            by_page[page] = (*by_page.get(page, ()), item)
-    return by_page, None
+        if item.digest is None and nameable is None:
+            nameable = item.offset // page_size
+        if nameable is None:
+            for page in range(item.offset // page_size, (end - 1) // page_size + 1):
+                by_page[page] = (*by_page.get(page, ()), item)
+    return by_page, nameable
+
+
+def media_before(media: Mapping[int, tuple[MediaItem, ...]], length: int) -> tuple[PageMedia, int | None]:
+    """Media items of a sequence cut to `length` tokens, and the offset of the item that the cut goes through."""
+    left = {page: tuple(m for m in items if m.offset < length) for page, items in media.items()}
+    cut = [m.offset for items in left.values() for m in items if m.offset + m.length > length]
+    return {page: items for page, items in left.items() if items} or None, min(cut, default=None)
 
 
 def cut_before_split_item(pages: int, page_size: int, media: PageMedia) -> int:

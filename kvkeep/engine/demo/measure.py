@@ -10,13 +10,13 @@ turn to turn, so that a machine that slows down or speeds up does so for all of 
 """
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvkeep.benching import median, p99
-from kvkeep.engine.engine import Engine, EngineConfig, SamplingParams
+from kvkeep.engine.asking import Answer, ask, pages_of, random_ids
+from kvkeep.engine.engine import Engine, EngineConfig
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.report import JsonValue, Metric
 
@@ -29,16 +29,6 @@ NO_REUSE_PAIRS = 30
 
 EngineName = Literal["kept", "exact", "fastest"]
 ENGINE_NAMES: tuple[EngineName, ...] = ("kept", "exact", "fastest")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What an engine gave for one prompt; `total_ns` is from submission to the last token."""
-
-    output_ids: tuple[int, ...]
-    matched_tokens: int
-    ttft_ns: int
-    total_ns: int
 
 
 @dataclass(frozen=True)
@@ -153,29 +143,6 @@ class Bench:
             yield total_ns[0] / total_ns[1]
 
 
-def ask(
-    engine: Engine,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    stop_ids: Sequence[int] = (),
-    store: bool = True,
-) -> Answer:
-    """One request through an idle engine, greedily."""
-    start = time.perf_counter_ns()
-    request = engine.submit(
-        prompt,
-        SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop_ids=tuple(stop_ids)),
-        store=store,
-    )
-    engine.run()
-    return Answer(
-        output_ids=tuple(request.output_ids),
-        matched_tokens=request.matched_len,
-        ttft_ns=request.ttft_ns,
-        total_ns=time.perf_counter_ns() - start,
-    )
-
-
 def metrics_of(turns: Sequence[Turn], no_reuse: Sequence[float]) -> dict[str, Metric]:
     """The demo's metrics over the turns and the no-reuse pairs that were measured, however few."""
     ratios = [turn.ratio for turn in turns if turn.is_long_and_cached]
@@ -194,16 +161,6 @@ def metrics_of(turns: Sequence[Turn], no_reuse: Sequence[float]) -> dict[str, Me
         "ttft_ms": _tail([turn.ttft_kept_ms for turn in turns]),
         "ttft_without_ms": _tail([turn.ttft_without_ms for turn in turns]),
     }
-
-
-def pages_of(tokens: int, page_size: int) -> int:
-    """Pages that hold `tokens` positions."""
-    return -(-tokens // page_size)
-
-
-def random_ids(rng: random.Random, loaded: LoadedModel, count: int) -> list[int]:
-    """`count` ids drawn uniformly from the vocabulary."""
-    return [rng.randrange(loaded.config.vocab_size) for _ in range(count)]
 
 
 def _median(samples: Sequence[float], unit: str) -> Metric:

@@ -1,0 +1,178 @@
+"""Scenarios: which requests the bit gate sends through a cache, and what each of them is expected to find there.
+
+Must not know how they are run or compared. A scenario is a generator of waves: it yields requests that are submitted
+together, and is sent what they generated, so that a session can go on from its own output.
+"""
+
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+CONCURRENCY = 4
+PAGES_MAX = 6
+PAGE_MIN = 4
+RANDOM_WAVES = 8
+
+Ids = list[int]
+Draw = Callable[[int], Ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `matched` is what it must find in the cache, in tokens; None where that depends on what was dropped.
+
+    temperature 0 is greedy; above it `seed` draws.
+    """
+
+    prompt: Ids
+    new: int
+    matched: int | None = None
+    salt: bytes = b""
+    temperature: float = 0.0
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the prompt and all it may generate."""
+        return len(self.prompt) + self.new
+
+
+Waves = Generator[list[Ask], list[Ids], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Waves of requests over one pool.
+
+    must_evict, must_preempt: a run in which no cached page was dropped, or no request preempted, did not test what this
+    scenario is for; that counts as a failure.
+    """
+
+    name: str
+    pool_pages: int
+    waves: Callable[[], Waves]
+    must_evict: bool = False
+    must_preempt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """page: positions in a page; pages: pages of the longest prompt."""
+
+    page: int
+    pages: int
+
+    @staticmethod
+    def fitting(page: int, positions: int) -> "Sizes | None":
+        """The largest sizes for a model of `positions` positions; None where the scenarios do not fit."""
+        pages = min(PAGES_MAX, positions // page - 1)
+        return Sizes(page, pages) if page >= PAGE_MIN and pages >= 2 else None
+
+
+def fixed_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
+    """The scenarios that every run of the gate begins with."""
+    page, ample = sizes.page, 16 * sizes.pages
+    yield Scenario("every hit length", ample, partial(_hit_lengths, sizes, draw))
+    yield Scenario("generated pages", ample, partial(_generated_pages, page, draw))
+    yield Scenario("four at a time", ample, partial(_four_at_a_time, page, draw))
+    yield Scenario("pool of one request", 3, partial(_rotation, page, draw, 3, together=1), must_evict=True)
+    yield Scenario("pool of two requests", 6, partial(_rotation, page, draw, 4, together=4), must_evict=True)
+    yield Scenario("preempted", 9, partial(_preempted, page, draw), must_evict=True, must_preempt=True)
+
+
+def random_scenarios(sizes: Sizes, draw: Draw, rng: random.Random) -> Iterator[Scenario]:
+    """Endless scenarios drawn at random: sessions that grow and branch, in pools of one to two of the longest."""
+    number = 0
+    while True:
+        number += 1
+        pool_pages = rng.randint(sizes.pages + 1, sizes.pages + 4)
+        own = random.Random(rng.getrandbits(32))
+        yield Scenario(f"random {number}", pool_pages, partial(_random, sizes, draw, own))
+
+
+def _hit_lengths(sizes: Sizes, draw: Draw) -> Waves:
+    """Prompts that share 0 ... all pages of one; then prompts that end on, and one token after, a page boundary."""
+    page, pages = sizes.page, sizes.pages
+    base = draw(pages * page + 3)
+    yield [Ask(base, new=2, matched=0)]
+    for hit in reversed(range(pages + 1)):
+        yield [Ask(base[: hit * page] + draw(page // 2 + 1), new=2, matched=hit * page)]
+    for end in range(1, pages + 1):
+        # One token stays to be computed, so a prompt that ends on a boundary computes its last page again.
+        yield [Ask(base[: end * page], new=2, matched=(end - 1) * page)]
+        yield [Ask(base[: end * page + 1], new=2, matched=end * page)]
+
+
+def _generated_pages(page: int, draw: Draw) -> Waves:
+    """A page half prompt and half generated, and one that is all generated, come back in the next prompt."""
+    prompt = draw(page // 2)
+    outputs = yield [Ask(prompt, new=page + page // 2 + 4, matched=0)]
+    told = prompt + outputs[0]
+    outputs = yield [Ask(told + draw(5), new=3, matched=2 * page)]
+    # Ends exactly on a boundary: its last token has no KV, so its last page is not stored.
+    prompt = draw(2 * page - 3)
+    outputs = yield [Ask(prompt, new=3, matched=0)]
+    outputs = yield [Ask(prompt + outputs[0] + draw(4), new=3, matched=page)]
+    # The same prompt once more, drawn instead of greedy.
+    yield [Ask(prompt, new=6, matched=page, temperature=0.8, seed=7)]
+
+
+def _four_at_a_time(page: int, draw: Draw) -> Waves:
+    """Shared beginnings, twins and another salt in one batch; then all four sessions go on."""
+    shared = draw(2 * page)
+    yield [Ask(shared + draw(2), new=2, matched=0)]
+    twin = shared[:page] + draw(page // 2)
+    asks = [
+        Ask(shared + draw(page // 3 + 1), new=8, matched=2 * page),
+        Ask(twin, new=8, matched=page),
+        Ask(twin, new=8, matched=page, temperature=1.0, seed=3),
+        Ask(shared + draw(3), new=8, matched=0, salt=b"other"),
+    ]
+    outputs = yield asks
+    yield [
+        Ask(ask.prompt + output + draw(page), new=5, salt=ask.salt) for ask, output in zip(asks, outputs, strict=True)
+    ]
+
+
+def _rotation(page: int, draw: Draw, sessions: int, together: int) -> Waves:
+    """Sessions of a common beginning take turns, `together` at a time, in a pool that cannot hold them all."""
+    common = draw(page)
+    told = [common + draw(page // 4) for _ in range(sessions)]
+    for _turn in range(3):
+        for first in range(0, sessions, together):
+            asks = [Ask(ids, new=4) for ids in told[first : first + together]]
+            outputs = yield asks
+            for offset, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
+                told[first + offset] = ask.prompt + output + draw(page // 2)
+
+
+def _preempted(page: int, draw: Draw) -> Waves:
+    """Four requests of two pages fill a pool of nine; each decodes into a third page, so some are preempted."""
+    asks = [Ask(draw(2 * page - 2), new=6) for _ in range(4)]
+    outputs = yield asks
+    yield [Ask(ask.prompt + output, new=2) for ask, output in zip(asks, outputs, strict=True)]
+
+
+def _random(sizes: Sizes, draw: Draw, rng: random.Random) -> Waves:
+    longest = sizes.pages * sizes.page
+    told: list[Ids] = [draw(rng.randint(1, longest))]
+    for _wave in range(RANDOM_WAVES):
+        asks = [_random_ask(sizes, draw, rng, rng.choice(told)) for _ in range(rng.randint(1, CONCURRENCY))]
+        outputs = yield asks
+        told += [ask.prompt + output for ask, output in zip(asks, outputs, strict=True)]
+
+
+def _random_ask(sizes: Sizes, draw: Draw, rng: random.Random, told: Sequence[int]) -> Ask:
+    """Goes on from a session, from a place inside it, or from one of its page boundaries."""
+    longest = sizes.pages * sizes.page
+    keep = rng.choice((len(told), rng.randint(0, len(told)), rng.randint(0, len(told) // sizes.page) * sizes.page))
+    prompt = list(told[: min(keep, longest - 1)])
+    prompt += draw(rng.choice((1, 2, rng.randint(1, sizes.page))))
+    return Ask(
+        prompt[:longest],
+        new=rng.randint(1, 6),
+        salt=rng.choice((b"", b"", b"", b"other")),
+        temperature=rng.choice((0.0, 0.0, 0.7)),
+        seed=rng.getrandbits(16),
+    )
