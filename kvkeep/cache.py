@@ -9,13 +9,12 @@ under the lock; token ids are converted, hashed and compared to their limits out
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Lock
 
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
 from kvkeep.index.check import check_tree
-from kvkeep.index.eviction import EvictionOrder, LruOrder
+from kvkeep.index.eviction import EvictionOrder, LruOrder, Tier
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
@@ -37,43 +36,24 @@ from kvkeep.index.names import (
     self_test,
 )
 from kvkeep.index.runs import Match, Place, RunTree
+from kvkeep.index.tiermap import TierMap
 from kvkeep.lease import Lease
+from kvkeep.room import Drains, Room
+from kvkeep.stats import CacheStats, ResetReport
+from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.ledger import Ledger
+from kvkeep.traffic import Traffic
+from kvkeep.transfer.backend import After
+from kvkeep.transfer.manager import TransferManager
 
 ORDERS: dict[str, type[LruOrder]] = {"lru": LruOrder}
 
 #: Identities remembered between admissions; beyond it they are made again (about 2 us).
 IDENTITIES_MAX = 4096
 
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot; pages are counts of now, the rest counts since the start.
-
-    pages_cached are owned by the index only, pages_live by at least one request.  prompt_tokens and matched_tokens are
-    recorded once an admission that succeeded; refusals are admissions and extensions that raised `OutOfPages`.
-    """
-
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_live: int
-    leases: int
-    admissions: int
-    refusals: int
-    prompt_tokens: int
-    matched_tokens: int
-    pages_stored: int
-    pages_evicted: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResetReport:
-    """pages_freed are free now; pages_held are still read by live requests and become free when those end."""
-
-    pages_freed: int
-    pages_held: int
+#: The coldest pages of the GPU pool that are kept copied down, and may leave in another order: a sixteenth of the pool.
+WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
 
 
 class TieredCache:
@@ -92,7 +72,10 @@ class TieredCache:
         pool: GpuPool,
         fingerprint: Fingerprint | bytes,
         *,
+        host: CpuPool | None = None,
+        transfers: TransferManager | None = None,
         ledger: Ledger | None = None,
+        host_ledger: Ledger | None = None,
         order: EvictionOrder | None = None,
         hash_fn: Hash64 = hash64,
     ) -> None:
@@ -115,11 +98,20 @@ class TieredCache:
         if self._ledger.total != pool.pages:
             raise BadInput(f"a ledger of {self._ledger.total} pages for a pool of {pool.pages}")
         self._order = order if order is not None else ORDERS[config.eviction]()
-        self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn)
+        self._host: TierMap | None = None
+        self._traffic: Traffic | None = None
+        self._transfers = transfers
+        self._window = min(max(pool.pages // 16, WINDOW_PAGES_MIN), WINDOW_PAGES_MAX)
+        if host is not None and host.tier_pages and transfers is not None:
+            self._host = TierMap(host_ledger or Ledger(host.tier_pages), ORDERS[config.eviction](Tier.HOST))
+        self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
+        if self._host is not None and transfers is not None:
+            self._traffic = Traffic(self._tree, transfers, self._end)
         self._leases: dict[int, Lease] = {}
+        self._room = Room(self._ledger, self._tree, self._leases, self._traffic, self._window)
         self._epoch = 0
-        self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = 0
-        self._pages_stored = self._pages_evicted = 0
+        self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = self._matched_host_tokens = 0
+        self._pages_stored = 0
 
     # ------------------------------------------------------------------ the life of a request
 
@@ -158,27 +150,44 @@ class TieredCache:
             limit = min(limit, storable)
         with self._lock:
             identity = self._identity(salt, adapter, label)
-            pages, _, name, _ = self._match(identity, raw, limit, by_page)
-            matched = len(pages)
-            rest = check_token_range(ids[matched * self._page_size :], matched * self._page_size)
+            pages, below, name = self._match(identity, raw, limit, by_page)
+            on_gpu = len(pages)
+            check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
             number = self._admissions
             self._ledger.retain(pages, number)
+            load = self._traffic.begin_load(below) if self._traffic is not None and below else None
+            drains = Drains(reserve - on_gpu - len(below))
             try:
-                pages.extend(self._take(reserve - matched, number))
+                pages.extend(self._room.take(reserve - on_gpu, number, drains))
             except OutOfPages as e:
                 self._ledger.release(pages, number)
+                if self._traffic is not None and load is not None:
+                    self._traffic.cancel_load(load)
                 self._refusals += 1
-                raise self._out_of_pages(e.asked, e.short) from None
+                raise self._room.out_of_pages(e.asked, e.short) from None
+            matched = on_gpu
+            if self._traffic is not None and load is not None:
+                last_name = self._tree.host_name(below[-1])
+                if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)]):
+                    matched, name = on_gpu + len(below), last_name
+            rest = ids[matched * self._page_size :]
             own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
             lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
             if matched:
                 lease.path = self._page_id(pages[matched - 1])
             lease.store, lease.storable, lease.media = store, storable, by_page
             lease.epoch = self._epoch
+            if self._traffic is not None:
+                self._traffic.join(pages[:matched], lease)
+                for copy in drains.copies:
+                    self._traffic.wait(lease, copy)
             self._leases[number] = lease
             self._admissions += 1
             self._prompt_tokens += length
-            self._matched_tokens += lease.matched_len
+            self._matched_tokens += on_gpu * self._page_size
+            self._matched_host_tokens += (matched - on_gpu) * self._page_size
+        if self._transfers is not None and lease.copies:
+            self._transfers.start()
         return lease
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
@@ -195,7 +204,7 @@ class TieredCache:
         if need > 0:
             with self._lock:
                 try:
-                    lease.pages.extend(self._take(need, lease.number))
+                    lease.pages.extend(self._room.take(need, lease.number))
                 except OutOfPages:
                     self._refusals += 1
                     raise
@@ -235,12 +244,12 @@ class TieredCache:
             replace = part and full < lease.sealed
             if replace and not self._could_free(gone):
                 self._refusals += 1
-                raise self._out_of_pages(1, 1)
+                raise self._room.out_of_pages(1, 1)
             self._rewind(lease, full, length)
             del lease.pages[keep:]
             self._release(lease, gone)
             if replace:
-                fresh = self._take(1, lease.number)
+                fresh = self._room.take(1, lease.number)
                 self.pool.copy_positions(lease.pages[full], fresh[0], part)
                 sealed, lease.pages[full : full + 1] = lease.pages[full : full + 1], fresh
                 self._release(lease, sealed)
@@ -266,11 +275,30 @@ class TieredCache:
             self._end(lease)
 
     def poll(self) -> int:
-        """Applies the copies that have completed since the last call and returns how many.
+        """Applies the copies that have completed since the last call and returns how many; never blocks.
 
-        A cache of one tier makes no copies: it returns 0.  Engines call it once a step.
+        Engines call it once a step: it lets leases go on (`Lease.read_in_progress`), and copies cold pages down ahead
+        of need while the link is idle.  A cache of one tier makes no copies: it returns 0.
         """
-        return 0
+        if self._transfers is None or self._traffic is None:
+            return 0
+        done = self._transfers.poll()
+        with self._lock:
+            for completion in done:
+                self._traffic.apply(completion)
+            if self._ledger.free < self._window:
+                self._traffic.clean(self._window)
+        self._transfers.start()
+        return len(done)
+
+    def fence(self, event: After) -> None:
+        """Copies made from now on begin when `event` is done: it was recorded after the last write to any page so far.
+
+        Engines whose forwards run asynchronously (CUDA) call it after each; on host memory nothing needs it.
+        """
+        if self._traffic is not None:
+            with self._lock:
+                self._traffic.fence = event
 
     # ------------------------------------------------------------------ sealing and storing
 
@@ -339,6 +367,8 @@ class TieredCache:
         self._tree.touch(place)
 
     def _end(self, lease: Lease) -> None:
+        if self._traffic is not None:
+            self._traffic.leave(lease)
         lease.live = False
         del self._leases[lease.number]
         self._release(lease, lease.pages)
@@ -350,56 +380,6 @@ class TieredCache:
             if page in self._tree:
                 self._tree.offer(page)
                 break
-
-    # ------------------------------------------------------------------ making room
-
-    def _take(self, count: int, owner: int) -> "array[int]":
-        """OPEN pages for `owner`: free ones first, then cached pages, coldest first, only as many as are short.
-
-        Raises `OutOfPages`, before it has dropped anything, when free and droppable pages do not suffice.
-        """
-        ledger = self._ledger
-        short = count - ledger.free
-        if short <= 0:
-            return ledger.open(count, owner)
-        if short > ledger.idle:
-            raise self._out_of_pages(count, short - ledger.idle)
-        pages = self._tree.evict(short)
-        ledger.recycle(pages, owner)
-        self._pages_evicted += len(pages)
-        rest = count - len(pages)
-        if rest:
-            if rest > ledger.free:
-                self._swap_twins(rest)
-            pages.extend(ledger.open(rest, owner))
-        return pages
-
-    def _out_of_pages(self, asked: int, short: int) -> OutOfPages:
-        return OutOfPages(asked=asked, short=short, in_flight=0, held=self._ledger.held, total=self._ledger.total)
-
-    def _swap_twins(self, free_min: int) -> None:
-        """Frees idle pages that cannot leave since a live request's pages hang behind them, until `free_min` are free.
-
-        Such a request has a private page of equal content for each (it lost the race to store it), so the index takes
-        that one instead, and loses nothing.
-        """
-        ledger, tree = self._ledger, self._tree
-        for lease in self._leases.values():
-            if ledger.free >= free_min:
-                return
-            inside = next((page for page in reversed(lease.pages) if page in tree), None) if lease.twins else None
-            place = None if inside is None else tree.place(inside)
-            if place is None:
-                continue
-            for depth in [d for d in lease.twins if d < place.depth]:
-                other, own = tree.page_at(place, depth), lease.pages[depth]
-                if ledger.is_idle(other):
-                    if lease.path == self._page_id(other):
-                        lease.path = self._page_id(own)
-                    tree.replace(other, own)
-                    lease.twins.remove(depth)
-        if ledger.free < free_min:
-            raise InvariantViolation(f"{free_min - ledger.free} idle pages can neither leave nor be replaced")
 
     # ------------------------------------------------------------------ rolling back
 
@@ -447,7 +427,10 @@ class TieredCache:
     def _reset(self) -> ResetReport:
         held = self._ledger.held
         self._epoch += 1
-        return ResetReport(pages_freed=self._tree.clear().gpu, pages_held=held)
+        freed = self._tree.clear()
+        if self._traffic is not None:
+            self._traffic.forget()
+        return ResetReport(pages_freed=freed.gpu, pages_held=held, host_pages_freed=freed.host)
 
     def stats(self) -> CacheStats:
         """Counts of now and since the start."""
@@ -462,9 +445,15 @@ class TieredCache:
                 admissions=self._admissions,
                 refusals=self._refusals,
                 prompt_tokens=self._prompt_tokens,
-                matched_tokens=self._matched_tokens,
+                matched_tokens=self._matched_tokens + self._matched_host_tokens,
+                matched_host_tokens=self._matched_host_tokens,
                 pages_stored=self._pages_stored,
-                pages_evicted=self._pages_evicted,
+                pages_evicted=self._room.pages_evicted,
+                pages_demoted=self._room.pages_demoted,
+                pages_lost=self._room.pages_lost,
+                host_pages_total=self._host.ledger.total if self._host is not None else 0,
+                host_pages_free=self._host.ledger.free if self._host is not None else 0,
+                host_pages_cached=self._host.ledger.idle if self._host is not None else 0,
             )
 
     def check_invariants(self) -> None:
@@ -477,20 +466,32 @@ class TieredCache:
             for lease in self._leases.values():
                 for page in lease.pages:
                     holders[page] += 1
-            for page, count in enumerate(holders):
-                if ledger.holders(page) != count:
-                    raise InvariantViolation(
-                        f"page {page}: {count} leases list it, the ledger says {ledger.story(page)}"
-                    )
+            copies = list(self._traffic.copies()) if self._traffic is not None else []
+            for copy in copies:
+                for page in copy.gpu:
+                    holders[page] += 1
+            _check_holders("GPU", ledger, holders)
+            if self._host is not None:
+                self._host.ledger.check_invariants()
+                holders = [0] * self._host.ledger.total
+                for copy in copies:
+                    for page in copy.host:
+                        holders[page] += 1
+                _check_holders("host", self._host.ledger, holders)
 
     # ------------------------------------------------------------------ checks and small things
 
     def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> Match:
+        """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item."""
         found = self._tree.match(identity, raw, limit, media)
-        if media is None or not found.pages:
-            return found
-        whole = cut_before_split_item(len(found.pages), self._page_size, media)
-        return found if whole == len(found.pages) else self._tree.match(identity, raw, whole, media)
+        below = self._traffic.loadable(found.host) if self._traffic is not None else found.host
+        if media is not None:
+            on_gpu = len(found.pages)
+            whole = cut_before_split_item(on_gpu + len(below), self._page_size, media)
+            if whole < on_gpu:
+                return self._tree.match(identity, raw, whole, media)
+            below = below[: whole - on_gpu]
+        return Match(found.pages, below, found.name)
 
     def _identity(self, salt: bytes, adapter: bytes, label: bytes) -> Identity:
         key = (salt, adapter, label)
@@ -513,4 +514,12 @@ class TieredCache:
         if not lease.sealed * self._page_size <= kv_len <= lease.length:
             raise BadInput(
                 f"kv_len {kv_len}: it must be {lease.sealed * self._page_size} to {lease.length}, sealed to known"
+            )
+
+
+def _check_holders(what: str, ledger: Ledger, holders: list[int]) -> None:
+    for page, count in enumerate(holders):
+        if ledger.holders(page) != count:
+            raise InvariantViolation(
+                f"{what} page {page}: {count} leases and copies list it, the ledger says {ledger.story(page)}"
             )

@@ -4,8 +4,9 @@ Must not know the tree, the pool or the lock: `cache.py` is the only one that ch
 """
 
 from array import array
-from typing import Literal
+from typing import Any, Literal
 
+from kvkeep.errors import InvariantViolation
 from kvkeep.index.names import TOKEN_NBYTES, Identity, PageMedia
 
 
@@ -19,11 +20,13 @@ class Lease:
     pages: page ids; position p lies in `pages[p // page_size]`.  Treat it as read-only.
     length: token ids known (prompt and appended).   kv_len: positions known to hold committed KV.
     matched_len: positions that admission took from the cache.
+    revoked: a load that others waited for as well failed, or was overdue: the lease has ended, and is to be admitted
+        again.
     """
 
     __slots__ = (
-        "base", "base_name", "epoch", "identity", "kv_len", "length", "live", "matched_len", "media", "names",
-        "number", "pages", "path", "storable", "store", "stored", "tokens", "twins",
+        "base", "base_name", "copies", "epoch", "identity", "kv_len", "length", "live", "matched_len", "media", "names",
+        "number", "pages", "path", "revoked", "storable", "store", "stored", "tokens", "twins",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +62,25 @@ class Lease:
         self.stored = base
         self.path: tuple[int, int] | None = None
         self.twins: list[int] = []
+        self.copies: set[Any] = set()  # copies in flight, into or out of its pages
+        self.revoked = False
+
+    @property
+    def read_in_progress(self) -> bool:
+        """Whether copies still write, or read, pages of the lease: no forward may be launched over it.
+
+        `TieredCache.poll` ends it.  `revoked` may have become True instead: the lease has ended, admit again.
+        """
+        return bool(self.copies)
+
+    def shorten(self, depth: int, base_name: int, raw: bytes, page_nbytes: int) -> None:
+        """The matched pages from `depth` on did not arrive: the lease computes them.   raw: their token ids."""
+        if depth + len(raw) // page_nbytes != self.base or self.names:
+            raise InvariantViolation(f"{self}: {len(raw) // page_nbytes} pages at {depth} before page {self.base}")
+        self.tokens[:0] = raw
+        self.base = self.stored = depth
+        self.base_name = base_name
+        self.matched_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
 
     @property
     def sealed(self) -> int:

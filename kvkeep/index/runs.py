@@ -23,15 +23,11 @@ from kvkeep.tiers.ledger import Ledger, as_index
 
 
 class Match(NamedTuple):
-    """What of a chain is cached, from page 0 on: GPU pages, then host pages; the names of the last of each.
-
-    `name` is the name of the last GPU page, `host_name` that of the last page at all; the root's when there is none.
-    """
+    """What of a chain is cached, from page 0 on: GPU pages, called `name` at their end, then host pages."""
 
     pages: "array[int]"
     host: "array[int]"
     name: int
-    host_name: int
 
 
 class Place(NamedTuple):
@@ -82,12 +78,12 @@ class RunTree:
         raw: the chain's token ids as bytes from page 0 on, at least `limit` pages of them.
         """
         pages, host = array("i"), array("i")
-        name = host_name = identity.name
+        name = last_name = identity.name
         run: Run | None = self._roots.get(identity.record)
         depth = 0
         page_nbytes = self.page_nbytes
         while depth < limit and run is not None and run.children:
-            found = self._child(run, host_name, raw, depth * page_nbytes, depth, limit - depth, media)
+            found = self._child(run, last_name, raw, depth * page_nbytes, depth, limit - depth, media)
             if found is None:
                 break
             run, count = found
@@ -95,10 +91,10 @@ class RunTree:
             on_gpu = len(run.pages)
             if count < on_gpu:
                 pages.extend(run.pages[:count])
-                name = host_name = run.names[count - 1]
+                name = run.names[count - 1]
                 break
             pages.extend(run.pages)
-            host_name = run.names[count - 1]
+            last_name = run.names[count - 1]
             if on_gpu:
                 name = run.names[on_gpu - 1]
             if count > on_gpu:
@@ -106,7 +102,7 @@ class RunTree:
                 host.extend(run.host[on_gpu:count])
             if count < len(run.names):
                 break
-        return Match(pages, host, name, host_name)
+        return Match(pages, host, name)
 
     def root(self, identity: Identity) -> Place:
         """The place where the chains of an identity start."""
@@ -127,6 +123,13 @@ class RunTree:
         while depth < run.start:
             run = parent_of(run)
         return run.pages[depth - run.start]
+
+    def host_name(self, page: int) -> int:
+        """The name of a host page in the tree."""
+        assert self.host is not None
+        run = self.host.run_of[page]
+        name: int = run.names[self.host.depth_of[page] - run.start]
+        return name
 
     def page_content(self, page: int) -> tuple[bytes, int, PageMedia]:
         """Token bytes, name and media of a GPU page in the tree."""
@@ -243,7 +246,7 @@ class RunTree:
         return run.gpu_end - run.stretch(run.gpu_end - 1)[1]
 
     def leave(self, run: Run, count: int) -> "array[int]":
-        """The last `count` GPU copies of `run` leave, and with them entries that have no other; the index owns them still."""
+        """The last `count` GPU copies of `run` leave, with entries that have no other; the index still owns the pages."""
         at = len(run.pages) - count
         pages = run.pages[at:]
         self.gpu.remove(pages)
@@ -299,13 +302,13 @@ class RunTree:
         self.host.ledger.drop(array("i", (page,)))
 
     def evict_host(self, count: int, colder_than: int) -> int:
-        """Frees up to `count` host pages: last copies at the ends of chains that were used before `colder_than`."""
+        """Frees up to `count` host pages: last copies at the ends of chains not used after `colder_than`."""
         assert self.host is not None
         ledger, order = self.host.ledger, self.host.order
         done = 0
         while done < count:
             run = order.coldest()
-            if run is None or run.stamps[0] >= colder_than:
+            if run is None or run.stamps[0] > colder_than:  # of equal stamps, the end of the chain is colder
                 break
             assert run.host is not None
             least = max(run.gpu_end, run.stretch(run.end - 1)[1])
@@ -340,7 +343,7 @@ class RunTree:
         if self.host is not None:
             self.host.remove(host)
             self.host.ledger.drop(host)
-        self._offer(run)
+        self.offer_run(run)
 
     def clear(self) -> Cleared:
         """Forgets everything."""
@@ -367,7 +370,8 @@ class RunTree:
         if not parent.gpu_children:
             self.gpu.order.offer(parent)
 
-    def _offer(self, run: Run) -> None:
+    def offer_run(self, run: Run) -> None:
+        """`run` may have lost what kept its tail from leaving a tier."""
         if run.names:
             self.gpu.order.offer(run)
             if self.host is not None:
@@ -485,7 +489,7 @@ class RunTree:
         if isinstance(parent, Root):
             del self._roots[parent.record]
         else:
-            self._offer(parent)
+            self.offer_run(parent)
 
     def runs(self) -> Iterator[Run]:
         """Every run of the tree, parents first; roots are not runs."""

@@ -257,13 +257,14 @@ class Ledger:
 
     # ------------------------------------------------------------------ copies in flight
 
-    def load(self, pages: "array[int]", copy: object) -> None:
-        """OPEN -> LOADING: `copy`, a holder besides the one there is, will write the bytes."""
-        for p in pages:
-            if self._states[p] != _OPEN or self._words[p] != 2:
-                raise self._broken("loaded", p)
+    def load(self, pages: "array[int]") -> None:
+        """OPEN -> LOADING: a copy will write the bytes, and is or becomes a holder."""
+        self._expect(pages, _OPEN, "loaded")
         self._set_state(pages, _LOADING)
-        self.retain(pages, copy)
+
+    def generations(self, pages: "array[int]") -> "array[int]":
+        """The generations of `pages`, as array('q')."""
+        return array("q", self._generations_np.take(as_index(pages)).tobytes())
 
     def land(self, pages: "array[int]", copy: object) -> int:
         """LOADING -> READY: the bytes are there and `copy` lets go.  Returns how many nobody wanted any more."""

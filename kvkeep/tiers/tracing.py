@@ -66,10 +66,6 @@ class TracingLedger(Ledger):
         self._lose(pages, INDEX)
         self._acquire(pages, owner)
 
-    def load(self, pages: "array[int]", copy: object) -> None:
-        self._distinct(pages)
-        super().load(pages, copy)  # acquires through `retain`
-
     def land(self, pages: "array[int]", copy: object) -> int:
         self._distinct(pages)
         return super().land(pages, copy)

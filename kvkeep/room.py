@@ -1,0 +1,179 @@
+"""How room is made for a live request: free pages, then cached pages, coldest first, only as many as are short.
+
+Must not know prompts or names.  Its callers hold the cache's lock.
+
+A page with a host copy just leaves.  One without is demoted when the request can wait for the copy (an admission), and
+dropped when it cannot (a running decode), or when its place below would cost a hotter page.
+"""
+
+from array import array
+from collections.abc import Mapping
+
+from kvkeep.errors import InvariantViolation, OutOfPages
+from kvkeep.index.run import Run
+from kvkeep.index.runs import RunTree
+from kvkeep.lease import Lease
+from kvkeep.tiers.ledger import Ledger
+from kvkeep.traffic import Copy, Traffic, clean_tail, dirty_tail
+
+
+class Drains:
+    """What a request that can wait has got of pages that copies still read: at most `count_max`."""
+
+    def __init__(self, count_max: int) -> None:
+        self.count_max = count_max
+        self.copies: list[Copy] = []
+
+    @property
+    def count(self) -> int:
+        """Pages so far."""
+        return sum(len(copy.gpu) for copy in self.copies)
+
+
+class Room:
+    """Supplies pages of one ledger.
+
+    leases: the live ones.   traffic: the copies to a host tier; None without one.
+    window: how many of the coldest pages may leave in another order than the eviction order's: those with a host copy
+        first.
+    pages_evicted: pages that have left the GPU pool.   pages_demoted: of those, the ones copied down on the way.
+    pages_lost: of those, the ones whose last copy that was.
+    """
+
+    def __init__(
+        self, ledger: Ledger, tree: RunTree, leases: Mapping[int, Lease], traffic: Traffic | None, window: int
+    ) -> None:
+        self._ledger = ledger
+        self._tree = tree
+        self._leases = leases
+        self._traffic = traffic
+        self._window = window
+        self.pages_evicted = 0
+        self.pages_demoted = 0
+        self.pages_lost = 0
+
+    def take(self, count: int, owner: int, drains: "Drains | None" = None) -> "array[int]":
+        """`count` OPEN pages for `owner`, or at their end some that are DRAINING to it, as many as `drains` allows.
+
+        drains: None when the owner cannot wait.
+        Raises `OutOfPages`, before anything has been dropped, when free and droppable pages do not suffice.
+        """
+        ledger = self._ledger
+        short = count - ledger.free
+        if short <= 0:
+            return ledger.open(count, owner)
+        if short > ledger.idle:
+            raise self.out_of_pages(count, short - ledger.idle)
+        if self._traffic is None:
+            pages = self._tree.evict(short)
+            ledger.recycle(pages, owner)
+            self.pages_lost += len(pages)
+        else:
+            pages = self._evict(short, owner, self._traffic, drains)
+            got = len(pages) + (drains.count if drains is not None else 0)
+            if got < short and self._traffic.shed():
+                pages.extend(self._evict(short - got, owner, self._traffic, drains))
+        self.pages_evicted += len(pages)
+        rest = count - len(pages)
+        if drains is not None and drains.copies:
+            self.pages_evicted += drains.count
+            rest -= drains.count
+        if rest:
+            if rest > ledger.free:
+                self._swap_twins(rest)
+            pages.extend(ledger.open(rest, owner))
+        for copy in drains.copies if drains is not None else ():
+            pages.extend(copy.gpu)
+        return pages
+
+    def out_of_pages(self, asked: int, short: int) -> OutOfPages:
+        """The error with the numbers of now."""
+        copying = 0 if self._traffic is None else self._traffic.pages_held_alone()
+        held = self._ledger.held - copying
+        return OutOfPages(asked=asked, short=short, in_flight=copying, held=held, total=self._ledger.total)
+
+    # ------------------------------------------------------------------ two tiers
+
+    def _evict(self, count: int, owner: int, traffic: Traffic, drains: "Drains | None") -> "array[int]":
+        """Up to `count` pages: OPEN ones, which it returns, and ones added to `drains`."""
+        tree, order = self._tree, self._tree.gpu.order
+        out = array("i")
+        while count > 0:
+            run = order.coldest()
+            if run is None:
+                break
+            k = self._ledger.idle_tail(run.pages, min(tree.coldest_stretch(run), count))
+            if not k:
+                order.shelve(run)
+                continue
+            clean = clean_tail(run, k)
+            if not clean:
+                found = self._clean_in_window(count)
+                if found is not None:
+                    run, clean = found
+            if clean:
+                out.extend(self._leave(run, clean, owner))
+                count -= clean
+                continue
+            k = dirty_tail(run, len(run.pages), k)
+            copy = None
+            if drains is not None and drains.count < drains.count_max:
+                k = min(k, drains.count_max - drains.count)
+                copy = traffic.demote(run, k, owner)
+            if copy is None:
+                self.pages_lost += k
+                out.extend(self._leave(run, k, owner))
+                count -= k
+            else:
+                assert drains is not None
+                drains.copies.append(copy)
+                self.pages_demoted += len(copy.gpu)
+                count -= len(copy.gpu)
+        return out
+
+    def _leave(self, run: Run, count: int, owner: int) -> "array[int]":
+        pages = self._tree.leave(run, count)
+        self._ledger.recycle(pages, owner)
+        return pages
+
+    def _clean_in_window(self, count: int) -> tuple[Run, int] | None:
+        """The coldest idle tail with host copies among the `window` coldest pages: its run, and `count` pages at most."""
+        tree, order = self._tree, self._tree.gpu.order
+        left, seen, found = self._window, [], None
+        while left > 0 and found is None and (run := order.coldest()) is not None:
+            order.shelve(run)
+            seen.append(run)
+            k = self._ledger.idle_tail(run.pages, min(tree.coldest_stretch(run), left))
+            left -= k
+            clean = clean_tail(run, min(k, count))
+            if clean:
+                found = run, clean
+        for run in seen:
+            order.offer(run)
+        return found
+
+    # ------------------------------------------------------------------ twins
+
+    def _swap_twins(self, free_min: int) -> None:
+        """Frees idle pages that cannot leave since a live request's pages hang behind them, until `free_min` are free.
+
+        Such a request has a private page of equal content for each (it lost the race to store it), so the index takes
+        that one instead, and loses nothing.
+        """
+        ledger, tree = self._ledger, self._tree
+        for lease in self._leases.values():
+            if ledger.free >= free_min:
+                return
+            inside = next((page for page in reversed(lease.pages) if page in tree), None) if lease.twins else None
+            place = None if inside is None else tree.place(inside)
+            if place is None:
+                continue
+            for depth in [d for d in lease.twins if d < place.depth]:
+                other, own = tree.page_at(place, depth), lease.pages[depth]
+                if ledger.is_idle(other):
+                    if lease.path == (other, ledger.generation(other)):
+                        lease.path = (own, ledger.generation(own))
+                    tree.replace(other, own)
+                    lease.twins.remove(depth)
+        if ledger.free < free_min:
+            raise InvariantViolation(f"{free_min - ledger.free} idle pages can neither leave nor be replaced")

@@ -1,0 +1,362 @@
+"""Traffic: the copies between the two tiers of a cache, what they own, and what follows when they end.
+
+Must not know prompts or how room is made: `cache.py` decides what is copied.  Its callers hold the cache's lock, and
+nothing here waits: plans go to the transfer manager, completions are applied when `cache.poll` brings them.
+
+    load   host page --copy--> GPU page     LOADING until it lands; leases that match it meanwhile join
+    store  GPU page --copy--> host page     ahead of need ("clean"), or to make room ("demote": it drains to an heir)
+
+A copy owns its sources and its targets until the backend says that it is over.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.index.run import NOWHERE, Run
+from kvkeep.index.runs import RunTree
+from kvkeep.index.tiermap import TierMap
+from kvkeep.lease import Lease
+from kvkeep.tiers.ledger import Ledger, State, as_index
+from kvkeep.transfer.backend import NO_WAIT, After, Job
+from kvkeep.transfer.manager import Completion, TransferManager
+from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan
+
+
+class Copy:
+    """Pages on their way: `gpu[i]` and `host[i]` hold, or will hold, the same bytes.   leases: who waits for it."""
+
+    __slots__ = ("cause", "gpu", "host", "job", "leases")
+
+    def __init__(self, cause: Cause, gpu: "array[int]", host: "array[int]") -> None:
+        self.cause = cause
+        self.gpu = gpu
+        self.host = host
+        self.job: Job | None = None
+        self.leases: list[Lease] = []
+
+    def __repr__(self) -> str:
+        return f"Copy({self.cause}, {len(self.gpu)} pages)"
+
+
+class Traffic:
+    """The copies of one cache.
+
+    tree: the run tree, with a host tier.   manager: makes the copies.
+    end: ends a lease and releases its pages; given by the cache.
+    """
+
+    def __init__(self, tree: RunTree, manager: TransferManager, end: Callable[[Lease], None]) -> None:
+        assert tree.host is not None
+        self.fence: After = NO_WAIT
+        self._tree = tree
+        self._gpu: Ledger = tree.gpu.ledger
+        self._tier: TierMap = tree.host
+        self._host: Ledger = tree.host.ledger
+        self._manager = manager
+        self._end = end
+        self._copies: dict[Job, Copy] = {}
+        self._load_of: npt.NDArray[Any] = np.empty(self._gpu.total, dtype=object)  # the load that brings a page
+        self._loads = 0
+        # Host copies of pages that were promoted, oldest first: places to take before anything is lost.
+        self._promoted: deque[tuple[array[int], array[int]]] = deque()
+
+    # ------------------------------------------------------------------ loads
+
+    def loadable(self, host: "array[int]") -> "array[int]":
+        """The leading pages of `host` whose bytes are there."""
+        for i, page in enumerate(host):
+            if self._host.state(page) is not State.READY:
+                return host[:i]
+        return host
+
+    def begin_load(self, host: "array[int]") -> Copy:
+        """Pins the sources of a load, so that making room for its targets cannot take them."""
+        copy = Copy("promote", array("i"), host)
+        self._host.retain(host, copy)
+        return copy
+
+    def load(self, copy: Copy, gpu: "array[int]") -> bool:
+        """Starts to bring a load's pages into OPEN pages; False, and it is forgotten, when it is refused."""
+        copy.gpu = gpu
+        if not self._submit(copy):
+            self.cancel_load(copy)
+            return False
+        self._gpu.load(gpu)
+        self._gpu.retain(gpu, copy)
+        self._tree.take_up(copy.host, gpu)
+        self._load_of[as_index(gpu)] = copy
+        self._loads += 1
+        return True
+
+    def cancel_load(self, copy: Copy) -> None:
+        """Forgets a load that was begun and not submitted."""
+        self._host.release(copy.host, copy)
+        self._offer(self._tier, copy.host)
+
+    def join(self, pages: "array[int]", lease: Lease) -> None:
+        """`lease` waits for the loads that bring any of its matched `pages`."""
+        if self._loads and len(pages):
+            for copy in set(self._load_of[as_index(pages)].tolist()) - {None}:
+                self.wait(lease, copy)
+
+    def wait(self, lease: Lease, copy: Copy) -> None:
+        """`lease` must not touch its pages before `copy` is over."""
+        copy.leases.append(lease)
+        lease.copies.add(copy)
+
+    def leave(self, lease: Lease) -> None:
+        """`lease` ends and waits no more; its copies go on."""
+        for copy in lease.copies:
+            copy.leases.remove(lease)
+        lease.copies.clear()
+
+    # ------------------------------------------------------------------ stores
+
+    def demote(self, run: Run, count: int, heir: int) -> Copy | None:
+        """Hands the last `count` or fewer GPU pages of `run`, which have no host copy, to `heir` while they are copied.
+
+        None when there is no place for even one, or the copy is refused: then the pages can only be dropped.
+        """
+        stamp = run.stretch(run.gpu_end - 1)[0]
+        count = self._room(count, stamp)
+        if not count:
+            return None
+        copy = self._store("demote", run, run.gpu_end - count, count)
+        if copy is None:
+            return None
+        self._gpu.drain(self._tree.leave(run, count), heir)
+        return copy
+
+    def clean(self, window: int) -> int:
+        """Copies down what of the `window` coldest pages has no host copy, if the link is idle; how many pages."""
+        if self._manager.busy:
+            return 0
+        order, seen, total = self._tree.gpu.order, [], 0
+        while window > 0 and (run := order.coldest()) is not None:
+            order.shelve(run)
+            seen.append(run)
+            count = self._gpu.idle_tail(run.pages, min(self._tree.coldest_stretch(run), window))
+            window -= count
+            total += self._clean_tail(run, count)
+        for run in seen:
+            order.offer(run)
+        return total
+
+    def _clean_tail(self, run: Run, count: int) -> int:
+        """Copies down the pages of the last `count` of `run` that have no host copy: the deepest such stretch."""
+        clean = clean_tail(run, count)
+        last = len(run.pages) - clean
+        count = dirty_tail(run, last, count - clean)
+        if count:
+            count = self._room(count, run.stretch(run.start + last - 1)[0])
+        if not count or self._store("clean", run, run.start + last - count, count) is None:
+            return 0
+        return count
+
+    def _store(self, cause: Cause, run: Run, depth: int, count: int) -> Copy | None:
+        """Starts to copy `count` pages of `run` from `depth` on into free host pages; None when that is refused."""
+        at = depth - run.start
+        copy = Copy(cause, run.pages[at : at + count], array("i"))
+        copy.host = self._host.open(count, copy)
+        if not self._submit(copy):
+            self._host.release(copy.host, copy)
+            return None
+        self._host.load(copy.host)
+        self._tree.put_down(run, depth, copy.host)
+        self._gpu.retain(copy.gpu, copy)
+        return copy
+
+    def _room(self, count: int, stamp: int) -> int:
+        """Makes up to `count` host pages free for pages last used at `stamp`; how many are.
+
+        Places come from copies whose GPU page is hotter than that, then from pages that are colder.
+        """
+        if self._host.free < count:
+            self._take_promoted(count - self._host.free, stamp)
+        if self._host.free < count:
+            self._tree.evict_host(count - self._host.free, stamp)
+        return min(count, self._host.free)
+
+    def _take_promoted(self, count: int, stamp: int) -> None:
+        while count > 0 and self._promoted:
+            pages, generations = self._promoted[0]
+            while count > 0 and pages:
+                page, generation = pages.pop(), generations.pop()
+                run = self._tier.run_of[page]
+                if self._host.generation(page) != generation or run is None or not self._host.is_idle(page):
+                    continue
+                depth = self._tier.depth_of[page]
+                if depth < run.gpu_end and run.stretch(depth)[0] > stamp:
+                    self._tree.lose_host(page)
+                    count -= 1
+            if not pages:
+                self._promoted.popleft()
+
+    # ------------------------------------------------------------------ ends
+
+    def apply(self, done: Completion) -> None:
+        """What a completion changes."""
+        copy = self._copies[done.job]
+        if not done.final:
+            self._overdue(copy)
+            return
+        del self._copies[done.job]
+        if DIRECTION_OF[copy.cause] == "h2d":
+            self._loads -= 1
+            self._load_of[as_index(copy.gpu)] = None
+            if done.ok:
+                self._landed(copy)
+            else:
+                self._failed_load(copy)
+        else:
+            self._stored(copy, done.ok)
+
+    def _landed(self, copy: Copy) -> None:
+        self._gpu.land(copy.gpu, copy)
+        self._host.release(copy.host, copy)
+        self._let_go(copy)
+        generations = array("q", (self._host.generation(page) for page in copy.host))
+        self._promoted.append((array("i", copy.host), generations))
+        self._offer(self._tree.gpu, copy.gpu)
+        self._offer(self._tier, copy.host)
+
+    def _failed_load(self, copy: Copy) -> None:
+        """The chain ends before the first page that did not come.  One lease inherits the targets, the others end."""
+        place = self._tree.place(copy.gpu[0])
+        heir = next((lease for lease in copy.leases if lease.copies == {copy}), None)
+        if heir is not None and place is not None:
+            self._shorten(heir, copy, place.depth - 1)
+        for lease in [lease for lease in copy.leases if lease is not heir or place is None]:
+            self._revoke(lease)
+        if place is not None:
+            self._tree.cut(place.run, place.depth - 1)
+        self._let_go(copy)
+        self._gpu.fail(copy.gpu, copy)
+        self._host.release(copy.host, copy)
+        self._offer(self._tier, copy.host)
+
+    def _shorten(self, heir: Lease, copy: Copy, depth: int) -> None:
+        """`heir` computes the pages from `depth` on itself; their token ids come from the tree while it has them."""
+        own = set(copy.gpu).intersection(heir.pages)
+        content = [self._tree.page_content(page) for page in copy.gpu if page in own]
+        before = self._tree.page_content(heir.pages[depth - 1])[1] if depth else heir.identity.name
+        heir.shorten(depth, before, b"".join(raw for raw, _, _ in content), self._tree.page_nbytes)
+        heir.path = None if not depth else (heir.pages[depth - 1], self._gpu.generation(heir.pages[depth - 1]))
+
+    def _stored(self, copy: Copy, ok: bool) -> None:
+        if ok:
+            self._host.land(copy.host, copy)
+        else:
+            for page in copy.host:
+                if self._host.kept(page):
+                    self._tree.lose_host(page)
+            self._host.fail(copy.host, copy)
+        draining = array("i", (p for p in copy.gpu if self._gpu.state(p) is State.DRAINING))
+        resting = array("i", (p for p in copy.gpu if self._gpu.state(p) is not State.DRAINING))
+        self._gpu.drained(draining, copy)
+        self._gpu.release(resting, copy)
+        self._let_go(copy)
+        self._offer(self._tree.gpu, resting)
+        self._offer(self._tier, copy.host)
+
+    def _overdue(self, copy: Copy) -> None:
+        """Releases those who wait.  The copy may still move bytes, so it keeps its pages until it is over."""
+        for lease in list(copy.leases):
+            self._revoke(lease)
+        if DIRECTION_OF[copy.cause] == "h2d":
+            place = self._tree.place(copy.gpu[0])
+            if place is not None:
+                self._tree.cut(place.run, place.depth - 1)
+        else:
+            for page in copy.host:
+                if self._host.kept(page):
+                    self._tree.lose_host(page)
+
+    def _revoke(self, lease: Lease) -> None:
+        lease.revoked = True
+        self._end(lease)
+
+    # ------------------------------------------------------------------ small things
+
+    def pages_held_alone(self) -> int:
+        """GPU pages that copies hold and no request does."""
+        return sum(self._gpu.holders(page) == 1 for copy in self._copies.values() for page in copy.gpu)
+
+    def shed(self) -> bool:
+        """Takes out of the index the GPU pages at the ends of chains that only copies hold; False when there are none.
+
+        They are free once their copies are over; the idle pages before them can leave now.
+        """
+        held = {page for copy in self._copies.values() for page in copy.gpu if self._gpu.holders(page) == 1}
+        shed = array("i")
+        for run in {self._tree.gpu.run_of[page] for page in held} - {None}:
+            count = 0 if run.gpu_children else len(run.pages)
+            k = 0
+            while k < count and run.pages[count - 1 - k] in held:
+                k += 1
+            if k:
+                shed.extend(self._tree.leave(run, k))
+                self._tree.offer_run(run)
+        self._gpu.drop(shed)
+        return bool(shed)
+
+    def forget(self) -> None:
+        """The index has been cleared; copies in flight go on."""
+        self._promoted.clear()
+
+    def copies(self) -> Iterable[Copy]:
+        """Every copy that is queued or in flight."""
+        return self._copies.values()
+
+    def _submit(self, copy: Copy) -> bool:
+        load = DIRECTION_OF[copy.cause] == "h2d"
+        sources, targets = (copy.host, copy.gpu) if load else (copy.gpu, copy.host)
+        source, target = (self._host, self._gpu) if load else (self._gpu, self._host)
+        plan = Plan(
+            direction="h2d" if load else "d2h",
+            cause=copy.cause,
+            sources=sources,
+            targets=targets,
+            source_generations=source.generations(sources),
+            target_generations=target.generations(targets),
+        )
+        copy.job = self._manager.submit(plan, after=self.fence)
+        if copy.job is None:
+            return False
+        self._copies[copy.job] = copy
+        return True
+
+    def _let_go(self, copy: Copy) -> None:
+        for lease in copy.leases:
+            lease.copies.discard(copy)
+        copy.leases.clear()
+
+    def _offer(self, tier: TierMap, pages: "array[int]") -> None:
+        if len(pages):
+            for run in set(tier.run_of[as_index(pages)].tolist()) - {None}:
+                self._tree.offer_run(run)
+
+
+def clean_tail(run: Run, count: int) -> int:
+    """How many of the last `count` GPU copies of `run`, from the end, have a host copy."""
+    if run.host is None:
+        return 0
+    last, k = len(run.pages), 0
+    while k < count and run.host[last - 1 - k] != NOWHERE:
+        k += 1
+    return k
+
+
+def dirty_tail(run: Run, last: int, count: int) -> int:
+    """How many of the `count` GPU copies of `run` before position `last`, from the end, have no host copy."""
+    if run.host is None:
+        return count
+    k = 0
+    while k < count and run.host[last - 1 - k] == NOWHERE:
+        k += 1
+    return k
