@@ -75,23 +75,33 @@ class Run:
 
     def trim(self, count: int, page_nbytes: int) -> "array[int]":
         """Removes the last `count` pages (fewer than all) and returns their ids."""
-        pages, tokens = self.pages, self.tokens
-        at = len(pages) - count
-        size = at * page_nbytes
-        gone = pages[at:]
-        del pages[at:]
+        at = len(self.pages) - count
+        gone = self.pages[at:]
+        del self.pages[at:]
         del self.names[at:]
+        self._shorten(at, page_nbytes)
+        return gone
+
+    def pop(self, page_nbytes: int) -> int:
+        """Removes the last page of several and returns its id."""
+        page = self.pages.pop()
+        self.names.pop()
+        self._shorten(len(self.pages), page_nbytes)
+        return page
+
+    def _shorten(self, count: int, page_nbytes: int) -> None:
+        """Cuts token ids, recency and media to the first `count` pages."""
+        tokens, size = self.tokens, count * page_nbytes
         del tokens[size:]
         if tokens.__alloc__() > 4096 + (size * 5 >> 2):
             self.tokens = bytearray(tokens)  # gives the slack back
-        end = self.start + at
+        end = self.start + count
         ends, stamps = self.ends, self.stamps
         while len(ends) > 1 and ends[1] >= end:
             del ends[0], stamps[0]
         ends[0] = end
         if self.media:
             self.media = {d: m for d, m in self.media.items() if d < end} or None
-        return gone
 
     def split_head(self, depth: int, head: "Run", page_nbytes: int) -> None:
         """Moves the pages before `depth` into the empty run `head`; this run keeps the tail."""

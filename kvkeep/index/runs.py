@@ -169,6 +169,10 @@ class RunTree:
         Fewer come back only when nothing else is idle, or idle pages have pages of live requests behind them.
         """
         order, idle_tail = self.order, self.ledger.idle_tail
+        if count == 1:
+            one = self._evict_one()
+            if one is not None:
+                return one
         out = array("i")
         while count > 0:
             run = order.coldest()
@@ -195,6 +199,16 @@ class RunTree:
             count -= k
         self._forget(out)
         return out
+
+    def _evict_one(self) -> "array[int] | None":
+        """`evict(1)` where it is simple and most often asked: a decode goes on to its next page."""
+        run = self.order.coldest()
+        if run is None or len(run.pages) == 1 or not self.ledger.is_idle(run.pages[-1]):
+            return None
+        page = run.pop(self.page_nbytes)
+        self._run_of[page] = None
+        self.order.trimmed(run)
+        return array("i", (page,))
 
     def replace(self, old: int, new: int) -> None:
         """The index moves from page `old` to `new`, a READY page of equal content."""
