@@ -76,26 +76,6 @@ def xxh3_floor(pages: int, times: int) -> Sample:
     return sample
 
 
-def memcmp_floor(pages: int, times: int) -> Sample:
-    """libc memcmp of two equal buffers of `pages` pages of token ids."""
-    ours = distinct_chains(1, pages, PAGE, 2)[0]
-    theirs = ours.copy()
-    memcmp = ctypes.CDLL(None).memcmp
-    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    a, b, nbytes = ours.ctypes.data, theirs.ctypes.data, ours.nbytes
-
-    def sample() -> list[float]:
-        out = []
-        for _ in range(times):
-            start = now_ns()
-            differ = memcmp(a, b, nbytes)
-            out.append((now_ns() - start) / 1e3)
-            assert not differ and len(theirs) == len(ours)
-        return out
-
-    return sample
-
-
 # ---------------------------------------------------------------------- names and match
 
 
@@ -116,42 +96,70 @@ def names(pages: int, times: int) -> Sample:
     return sample
 
 
-def match(chains: int, pages: int, times: int, branches: int = 0) -> Sample:
-    """Match, verify and pin whole chains, in rotation; each was stored as one run, grown turn by turn.
+class Chains:
+    """Cached chains and prompts equal to them, in rotation; each was stored as one run, grown turn by turn.
 
     branches: chains that share a part of the measured one and then diverge, so that its path is `branches + 1` runs.
-    The prompts are arrays of their own.  Release is outside the timed part.
+    The prompts are arrays of their own.
     """
-    store = Store(chains * pages + branches)
-    prompts = []
-    wanted = []
-    for number, ids in enumerate(distinct_chains(chains, pages, PAGE, 10 + chains)):
-        wanted.append(store.grow(ids, 8))
-        for branch in range(1, branches + 1):
-            depth = branch * pages // (branches + 1)
-            other = distinct_chains(1, 1, PAGE, 1000 * number + branch)[0]
-            before = wanted[-1][depth - 1]
-            store.put(other, store.tree.place(before), store.tree.page_content(before)[1])
-        prompts.append(ids.copy())
-    assert sum(1 for _ in store.tree.runs()) == chains * (2 * branches + 1)
-    tree, ledger, identity = store.tree, store.ledger, store.identity
-    turn = 0
 
-    def sample() -> list[float]:
-        nonlocal turn
-        out = []
-        for _ in range(times):
-            raw = prompts[turn].data.cast("B")
-            start = now_ns()
-            found, _ = tree.match(identity, raw, pages)
-            ledger.retain(found, 0)
-            out.append((now_ns() - start) / 1e3)
-            assert found == wanted[turn]
-            ledger.release(found, 0)
-            turn = (turn + 1) % chains
-        return out
+    def __init__(self, chains: int, pages: int, branches: int = 0) -> None:
+        self.store = Store(chains * pages + branches)
+        self.pages = pages
+        self.prompts: list[Ids] = []
+        self.cached: list[array[int]] = []
+        self._turn = 0
+        tree = self.store.tree
+        for number, ids in enumerate(distinct_chains(chains, pages, PAGE, 10 + chains)):
+            chain = self.store.grow(ids, 8)
+            for branch in range(1, branches + 1):
+                before = chain[branch * pages // (branches + 1) - 1]
+                other = distinct_chains(1, 1, PAGE, 1000 * number + branch)[0]
+                self.store.put(other, tree.place(before), tree.page_content(before)[1])
+            self.cached.append(chain)
+            self.prompts.append(ids.copy())
+        assert sum(1 for _ in tree.runs()) == chains * (2 * branches + 1)
 
-    return sample
+    def match(self, times: int) -> Sample:
+        """Match, verify and pin whole chains.  Release is outside the timed part."""
+        tree, ledger, identity, pages = self.store.tree, self.store.ledger, self.store.identity, self.pages
+
+        def sample() -> list[float]:
+            out = []
+            for _ in range(times):
+                turn = self._turn
+                self._turn = (turn + 1) % len(self.prompts)
+                raw = self.prompts[turn].data.cast("B")
+                start = now_ns()
+                found, _ = tree.match(identity, raw, pages)
+                ledger.retain(found, 0)
+                out.append((now_ns() - start) / 1e3)
+                assert found == self.cached[turn]
+                ledger.release(found, 0)
+            return out
+
+        return sample
+
+    def memcmp(self, times: int) -> Sample:
+        """The floor of `match`: libc memcmp of the same bytes, those of the first prompt and of its run."""
+        prompt, run = self.prompts[0], next(self.store.tree.runs())
+        memcmp = ctypes.CDLL(None).memcmp
+        memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        stored = np.frombuffer(run.tokens, dtype=np.int32)
+        ours, theirs, nbytes = prompt.ctypes.data, stored.ctypes.data, prompt.nbytes
+        assert stored.nbytes == nbytes and np.array_equal(stored, prompt)
+        del stored
+
+        def sample() -> list[float]:
+            out = []
+            for _ in range(times):
+                start = now_ns()
+                differ = memcmp(ours, theirs, nbytes)
+                out.append((now_ns() - start) / 1e3)
+                assert not differ
+            return out
+
+        return sample
 
 
 def admit(pages: int, times: int) -> Sample:
@@ -176,19 +184,33 @@ def admit(pages: int, times: int) -> Sample:
 # ---------------------------------------------------------------------- seal
 
 
-def seal_chain(pages: int, times: int) -> Sample:
-    """Seal and insert a new chain, names given; microseconds a page."""
+def seal_chain(pages: int, times: int, fresh_memory: bool = False) -> Sample:
+    """Seal and insert a new chain, names given; microseconds a page.
+
+    The pool is full: before each, the coldest chain of equal length has left, and its memory is taken up again.
+    fresh_memory: the index is empty instead, and token ids go to memory that the system has yet to hand over.
+    """
     store = Store(times * pages)
     ledger, tree = store.ledger, store.tree
     chains = distinct_chains(times, pages, PAGE, 5)
     given = [chain_names(store.identity.name, ids.data.cast("B"), PAGE_NBYTES) for ids in chains]
 
+    def room() -> "array[int]":
+        if fresh_memory:
+            return ledger.open(pages, 0)
+        gone = tree.evict(pages)
+        ledger.recycle(gone, 0)
+        return gone
+
     def sample() -> list[float]:
         tree.clear()
+        if not fresh_memory:
+            for ids in distinct_chains(times, pages, PAGE, 8):
+                tree.offer(store.put(ids)[-1])
         out = []
         for ids, its_names in zip(chains, given, strict=True):
             raw = ids.data.cast("B")
-            opened = ledger.open(pages, 0)
+            opened = room()
             start = now_ns()
             ledger.seal(opened, 0)
             done = tree.insert(tree.root(store.identity), its_names, raw, opened)

@@ -15,7 +15,7 @@ Shapes that do not hold are padded to shapes that do.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +33,8 @@ KEY_UNIT = 16  # floats of one vector register: keys are padded to a multiple at
 ROW_QUANTA = (1, 2, 4, 8, 16, 32, 64)
 ROWS_WHOLE = 64  # from here up rows are padded to multiples of 16 at least, which costs next to nothing
 ROWS_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 20, 24, 27, 32, 33, 40, 48, 49, 56, 63, 64)
-ROWS_TRIED_LARGE = (65, 96, 128, 176, 192, 256, 272, 384, 512, 1024, 1040, 2048)
+ROWS_TRIED_FEW = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 27, 32, 64)  # for the output layer, which is large and sees few rows
+ROWS_TRIED_MANY = (*ROWS_TRIED, 65, 96, 128, 176, 192, 256, 272, 384, 512, 1024, 1040, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,9 @@ def _refuse(what: str) -> BadInput:
 
 def _row_quantum(model: nn.Module, rows_max: int) -> int | None:
     """Smallest quantum for which every row-wise part of the model gives the same rows at every padded count."""
-    rows_max = min(rows_max, ROWS_TRIED_LARGE[-1])
-    parts = [_Part(part, rows_max if many else ROWS_WHOLE) for part, many in _row_parts(model, rows_max)]
+    most = min(rows_max, ROWS_TRIED_MANY[-1])
+    tried = [count for count in ROWS_TRIED_MANY if count <= most] + [most]
+    parts = [_Part(part, tried if many else ROWS_TRIED_FEW) for part, many in _row_parts(model, most)]
     for quantum in ROW_QUANTA:
         candidate = Arithmetic("strict", torch.get_num_threads(), quantum)
         if all(part.holds(candidate) for part in parts):
@@ -148,13 +150,11 @@ def _row_parts(model: nn.Module, rows_max: int) -> Iterator[tuple[Callable[[int,
 
         return part
 
-    attention = layer.self_attn
-    for module in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-        yield on_inputs(module, module.in_features), True
     width = decoder.norm.weight.numel()
     yield on_inputs(layer.mlp, width), True
+    for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.o_proj):
+        yield on_inputs(module, module.in_features), True
     yield on_inputs(layer.input_layernorm, width), True
-    yield on_inputs(head, width), False
 
     def rotation(first: int, last: int) -> torch.Tensor:
         positions = torch.arange(first, last)[None]
@@ -162,20 +162,20 @@ def _row_parts(model: nn.Module, rows_max: int) -> Iterator[tuple[Callable[[int,
         return torch.cat((cos[0], sin[0]), dim=-1)
 
     yield rotation, True
+    yield on_inputs(head, width), False
 
 
 class _Part:
     """A row-wise part of the model over random rows, computed at many counts and compared with the largest one."""
 
-    def __init__(self, compute: Callable[[int, int], torch.Tensor], rows_max: int) -> None:
+    def __init__(self, compute: Callable[[int, int], torch.Tensor], tried: Sequence[int]) -> None:
         self._compute = compute
-        self._rows_max = rows_max
-        self._reference = compute(0, _up(rows_max, ROWS_WHOLE) + ROWS_WHOLE)
+        self._tried = tried
+        self._reference = compute(0, _up(max(tried), ROWS_WHOLE) + ROWS_WHOLE)
 
     def holds(self, candidate: Arithmetic) -> bool:
         """Whether the padded counts that `candidate` leads to give the same rows, from the start and from within."""
-        tried = [*ROWS_TRIED, *ROWS_TRIED_LARGE, self._rows_max]
-        counts = {candidate.rows(count) for count in tried if count <= self._rows_max}
+        counts = {candidate.rows(count) for count in self._tried}
         return all(self._same(0, count) and self._same(7, count) for count in sorted(counts))
 
     def _same(self, first: int, count: int) -> bool:

@@ -108,6 +108,7 @@ class LoadedModel:
         """
         if mode == "fast":
             return Arithmetic("fast", threads)
+        rows_max = 1 << (rows_max - 1).bit_length()  # so that engines of like sizes share a calibration
         key = (threads, rows_max)
         if key not in self.calibrated:
             heads, layout = int(self.config.num_attention_heads), self.layout(page_size=1)

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.config import check_int
-from kvkeep.errors import BadInput, InvariantViolation
+from kvkeep.errors import BadInput
 from kvkeep.tiers.memory import PageMemory, Plane
 from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome
-from kvkeep.transfer.pieces import pieces
+from kvkeep.transfer.pieces import check_page_ids, pieces
 from kvkeep.transfer.plan import Direction
 
 #: Bytes a thread copies before it looks for the next task: small enough that two threads end a job together and that a
@@ -65,6 +65,7 @@ class HostBackend:
         found = pieces(device, host)
         device_rows = [_host_rows(piece.device, "device") for piece in found]
         host_rows = [_host_rows(piece.host, "host") for piece in found]
+        self._first_piece = found[0]
         self._page_nbytes = sum(int(rows.shape[1]) for rows in host_rows)
         self._routes: dict[Direction, list[tuple[Rows, Rows]]] = {
             "h2d": list(zip(host_rows, device_rows, strict=True)),
@@ -93,10 +94,7 @@ class HostBackend:
     def launch(self, job: Job) -> None:
         """Hands the job to the threads, now or when what it comes after is done."""
         self._check_alive()
-        source, target = self._routes[job.plan.direction][0]
-        for what, ids, pages in (("source", job.plan.sources, len(source)), ("target", job.plan.targets, len(target))):
-            if min(ids) < 0 or max(ids) >= pages:
-                raise InvariantViolation(f"{job}: {what} pages {min(ids)} to {max(ids)} of a pool of {pages}")
+        check_page_ids(job.plan, self._first_piece)
         self._held.append(job)
         self._release_held()
 
@@ -132,6 +130,8 @@ class HostBackend:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             raise BackendDied(f"copies did not stop within {timeout_s:g} s: their pages must not be used again")
+        if self._fault:
+            raise BackendDied(self._fault)
         out, self._outcomes = self._outcomes, []
         out += [self._outcome(running, running.error or CUT_SHORT) for running in self._running.values()]
         out += [Outcome(job, CUT_SHORT, 0) for job in self._held]

@@ -5,8 +5,9 @@ Must not know how they are copied.
 
 from typing import NamedTuple
 
-from kvkeep.errors import BadInput
+from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.memory import PageMemory, Plane
+from kvkeep.transfer.plan import Plan
 
 
 class Piece(NamedTuple):
@@ -31,6 +32,15 @@ def pieces(device: PageMemory, host: PageMemory) -> list[Piece]:
         out.append(Piece(_cut(device_planes, device_ends, start, end), _cut(host_planes, host_ends, start, end)))
         start = end
     return out
+
+
+def check_page_ids(plan: Plan, piece: Piece) -> None:
+    """`InvariantViolation` when a page of the plan is not in its pool: a negative id would be another page."""
+    source, target = (piece.host, piece.device) if plan.direction == "h2d" else (piece.device, piece.host)
+    for what, ids, pool in (("source", plan.sources, source), ("target", plan.targets, target)):
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= len(pool):
+            raise InvariantViolation(f"{plan.cause}: {what} pages {low} to {high} in a pool of {len(pool)}")
 
 
 def _ends(planes: list[Plane]) -> list[int]:

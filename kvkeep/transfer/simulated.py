@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.memory import POISON_BYTE, PageMemory
 from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome
-from kvkeep.transfer.pieces import pieces
+from kvkeep.transfer.pieces import check_page_ids, pieces
 from kvkeep.transfer.plan import Direction
 
 STEP_NS = 10_000
@@ -99,8 +99,9 @@ class SimulatedBackend:
         self._stuck_rate = stuck_rate
         self._when = when
         self._routes: dict[Direction, list[tuple[Rows, Rows]]] = {"h2d": [], "d2h": []}
-        if device is not None and host is not None:
-            page_nbytes = self._map(device, host)
+        self._pieces = pieces(device, host) if device is not None and host is not None else []
+        if self._pieces:
+            page_nbytes = self._map()
         if page_nbytes is None:
             raise BadInput("a simulated backend needs the memory of both pools, or page_nbytes")
         self._page_nbytes = page_nbytes
@@ -185,6 +186,8 @@ class SimulatedBackend:
         self._check_alive()
         if self._closed or job in self._running:
             raise InvariantViolation(f"{job} launched twice, or after close")
+        if self._pieces:
+            check_page_ids(job.plan, self._pieces[0])
         when = self._when or self._random.choice(list(When))
         error = "simulated failure" if self._random.random() < self._fail_rate else None
         running = _Running(job, when, self._script(when), error)
@@ -223,9 +226,9 @@ class SimulatedBackend:
 
     # ------------------------------------------------------------------ inside
 
-    def _map(self, device: PageMemory, host: PageMemory) -> int:
+    def _map(self) -> int:
         page_nbytes = 0
-        for device_rows, host_rows in pieces(device, host):
+        for device_rows, host_rows in self._pieces:
             if not isinstance(device_rows, np.ndarray) or not isinstance(host_rows, np.ndarray):
                 raise BadInput("a simulated backend copies host memory only")
             self._routes["h2d"].append((host_rows, device_rows))

@@ -1,0 +1,213 @@
+"""What every backend promises, over every way in which pages lie in memory."""
+
+import time
+from collections.abc import Iterator
+from itertools import permutations
+
+import pytest
+
+from kvkeep.errors import BadInput, InvariantViolation
+from kvkeep.transfer.backend import BackendDied
+from tests.transfer.pools import PAGES, Flag, content, fill, host_memory, plan
+from tests.transfer.rigs import MEMORIES, RIGS, Rig
+
+NEVER_BLOCKS_S = 2.0  # a backend that waited for an event that is never done would take for ever
+
+
+@pytest.fixture(params=RIGS)
+def backend_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=MEMORIES)
+def rig(request: pytest.FixtureRequest, backend_name: str) -> Iterator[Rig]:
+    """A rig over each kind of memory."""
+    with RIGS[backend_name](MEMORIES[request.param]()) as made:
+        yield made
+
+
+@pytest.fixture
+def numpy_rig(backend_name: str) -> Iterator[Rig]:
+    """A rig over the simplest memory: for promises that do not depend on it."""
+    with RIGS[backend_name](host_memory()) as made:
+        yield made
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def test_load_moves_its_pages_and_no_others(rig: Rig):
+    """Page sources[i] of the host's pool arrives in page targets[i] of the device's, bit for bit, and nothing else."""
+    job = rig.launch(plan("promote", [7, 0, 11], [2, 5, 0]))
+    outcome = rig.finish(job)[job]
+    expected = list(rig.device_bytes)
+    expected[2], expected[5], expected[0] = rig.host_bytes[7], rig.host_bytes[0], rig.host_bytes[11]
+    assert None is outcome.error
+    assert (expected, rig.host_bytes) == rig.bytes()
+
+
+def test_store_moves_its_pages_and_no_others(rig: Rig):
+    """The same, from the device's pool to the host's."""
+    job = rig.launch(plan("demote", [7, 0, 11], [2, 5, 0]))
+    outcome = rig.finish(job)[job]
+    expected = list(rig.host_bytes)
+    expected[2], expected[5], expected[0] = rig.device_bytes[7], rig.device_bytes[0], rig.device_bytes[11]
+    assert None is outcome.error
+    assert (rig.device_bytes, expected) == rig.bytes()
+
+
+def test_order_of_pages_is_kept(numpy_rig: Rig):
+    """Sources and targets stay co-indexed in whatever order they are listed."""
+    for order in permutations([1, 4, 9]):
+        job = numpy_rig.launch(plan("promote", order, [3, 2, 8]))
+        numpy_rig.finish(job)
+        device, _ = numpy_rig.bytes()
+        assert [numpy_rig.host_bytes[page] for page in order] == [device[3], device[2], device[8]]
+
+
+def test_one_source_may_have_several_targets(numpy_rig: Rig):
+    """A page can be copied to two places, in one plan or in two at once."""
+    one = numpy_rig.launch(plan("promote", [5, 5], [1, 2]))
+    two = numpy_rig.launch(plan("promote", [5], [3]))
+    numpy_rig.finish(one, two)
+    device, _ = numpy_rig.bytes()
+    assert [numpy_rig.host_bytes[5]] * 3 == device[1:4]
+
+
+def test_many_jobs_at_once(numpy_rig: Rig):
+    """Jobs of both directions in flight together each move their own pages and are each reported once."""
+    loads = [numpy_rig.launch(plan("promote", [i], [i])) for i in range(PAGES // 2)]
+    stores = [numpy_rig.launch(plan("clean", [i], [i])) for i in range(PAGES // 2, PAGES)]
+    outcomes = numpy_rig.finish(*loads, *stores)
+    half = PAGES // 2
+    assert {*loads, *stores} == set(outcomes)
+    assert (
+        numpy_rig.host_bytes[:half] + numpy_rig.device_bytes[half:],
+        numpy_rig.host_bytes[:half] + numpy_rig.device_bytes[half:],
+    ) == numpy_rig.bytes()
+
+
+def test_round_trip(rig: Rig):
+    """What went to host memory comes back bit for bit, to another page."""
+    pages = list(range(PAGES))
+    rig.finish(rig.launch(plan("suspend", pages, pages[::-1])))
+    rig.device.poison(pages)
+    rig.finish(rig.launch(plan("resume", pages[::-1], pages)))
+    assert rig.device_bytes == rig.bytes()[0]
+
+
+def test_copy_time_is_measured(numpy_rig: Rig):
+    """An outcome says how long the copy took, which is not nothing and no longer than the test."""
+    start = time.perf_counter_ns()
+    job = numpy_rig.launch(plan("promote", range(PAGES), range(PAGES)))
+    outcome = numpy_rig.finish(job)[job]
+    real = time.perf_counter_ns() - start
+    assert 0 < outcome.copy_ns <= max(real, 10**9)
+
+
+# ---------------------------------------------------------------------- order
+
+
+def test_copy_waits_for_its_event(rig: Rig):
+    """Nothing of a store is read before the event it comes after, however long that takes; then the new bytes are."""
+    written = Flag()
+    start = time.monotonic()
+    job = rig.launch(plan("demote", [3], [4]), after=written)
+    for _ in range(10):
+        rig.tick()
+        assert [] == rig.backend.completions()
+    assert rig.host_bytes == rig.bytes()[1]
+    assert time.monotonic() - start < NEVER_BLOCKS_S
+    fill(rig.device, 3, 77)
+    written.done = True
+    rig.finish(job)
+    assert content(77) == rig.bytes()[1][4]
+
+
+def test_load_waits_for_its_event(numpy_rig: Rig):
+    """A load writes nothing into pages that somebody may still be using."""
+    unused = Flag()
+    job = numpy_rig.launch(plan("promote", [3], [4]), after=unused)
+    for _ in range(10):
+        numpy_rig.tick()
+    assert numpy_rig.device_bytes == numpy_rig.bytes()[0]
+    unused.done = True
+    numpy_rig.finish(job)
+    assert numpy_rig.host_bytes[3] == numpy_rig.bytes()[0][4]
+
+
+def test_job_that_waits_keeps_nobody_up(numpy_rig: Rig):
+    """Jobs behind one whose event is not done go on."""
+    numpy_rig.launch(plan("demote", [0], [0]), after=Flag())
+    others = [numpy_rig.launch(plan("clean", [i], [i])) for i in range(1, PAGES)]
+    assert set(others) == set(numpy_rig.finish(*others))
+
+
+def test_stream_is_not_ordered_behind_a_job_never_launched(numpy_rig: Rig):
+    """`order_after` does not pretend."""
+    job = numpy_rig.launch(plan("demote", [0], [0]))
+    numpy_rig.finish(job)
+    from kvkeep.transfer.backend import NO_WAIT, Job, JobNumber
+
+    stranger = Job(JobNumber(99), plan("demote", [1], [1]), NO_WAIT, 1, 0.0)
+    assert False is numpy_rig.backend.order_after(stranger, None)
+
+
+# ---------------------------------------------------------------------- trouble
+
+
+def test_failed_copy_is_an_outcome(rig: Rig):
+    """A copy that fails is reported once, with its reason, and those after it may work again."""
+    rig.fail_next()
+    job = rig.launch(plan("promote", [1, 2], [3, 4]))
+    outcome = rig.finish(job)[job]
+    assert outcome.error
+
+
+@pytest.mark.parametrize("page", [-1, PAGES])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_page_outside_the_pool_is_a_bug(numpy_rig: Rig, page: int, side: str):
+    """A page that is not there stops the program instead of copying another one."""
+    bad = plan("promote", [page], [1]) if side == "source" else plan("promote", [1], [page])
+    with pytest.raises(InvariantViolation, match=r"pool of \d+"):
+        numpy_rig.launch(bad)
+
+
+def test_close_reports_every_job_and_ends_all_copying(numpy_rig: Rig):
+    """With copies in flight and others waiting, close reports each job once; afterwards no byte moves."""
+    jobs = {numpy_rig.launch(plan("promote", [i], [i]), after=Flag(done=i % 3 > 0)) for i in range(PAGES)}
+    said = numpy_rig.backend.completions() + numpy_rig.backend.close(10.0)
+    assert sorted(job.number for job in jobs) == sorted(outcome.job.number for outcome in said)
+    device = numpy_rig.bytes()[0]
+    for outcome in said:
+        page = outcome.job.plan.targets[0]
+        if outcome.error is None:
+            assert numpy_rig.host_bytes[page] == device[page]
+    for _ in range(5):
+        numpy_rig.tick()
+    assert device == numpy_rig.bytes()[0]
+
+
+def test_dead_backend_says_so_every_time(numpy_rig: Rig):
+    """Death is not a hang: whatever is asked from then on raises it, and no byte moves any more."""
+    numpy_rig.launch(plan("promote", [1], [1]), after=Flag())
+    numpy_rig.kill()
+    until = time.monotonic() + 10.0
+    with pytest.raises(BackendDied):
+        while time.monotonic() < until:
+            numpy_rig.tick()
+            numpy_rig.backend.completions()
+    with pytest.raises(BackendDied):
+        numpy_rig.backend.completions()
+    with pytest.raises(BackendDied):
+        numpy_rig.launch(plan("promote", [2], [2]))
+    assert numpy_rig.device_bytes[2] == numpy_rig.bytes()[0][2]
+
+
+def test_pools_of_different_pages_are_refused(backend_name: str):
+    """A backend between pools whose pages differ in size would copy the wrong bytes."""
+    from kvkeep.tiers.layout import PageLayout
+
+    other = host_memory(layout=PageLayout(layers=1, kv_heads=1, head_dim=4, page_size=2))
+    with pytest.raises(BadInput, match="bytes"), RIGS[backend_name](other):
+        pass
