@@ -131,7 +131,7 @@ class Chains:
                 self._turn = (turn + 1) % len(self.prompts)
                 raw = self.prompts[turn].data.cast("B")
                 start = now_ns()
-                found, _ = tree.match(identity, raw, pages)
+                found, *_ = tree.match(identity, raw, pages)
                 ledger.retain(found, 0)
                 out.append((now_ns() - start) / 1e3)
                 assert found == self.cached[turn]
@@ -280,7 +280,7 @@ class FullPool:
 
     def take(self, count: int, times: int) -> Sample:
         """Room for `count` pages, as admission and extension make it; microseconds a page."""
-        take = self.cache._take
+        take = self.cache._room.take
 
         def sample() -> list[float]:
             out = []

@@ -137,7 +137,7 @@ class Room:
         return pages
 
     def _clean_in_window(self, count: int) -> tuple[Run, int] | None:
-        """The coldest idle tail with host copies among the `window` coldest pages: its run, and `count` pages at most."""
+        """The coldest idle tail with host copies in the window: its run, and how many pages of it, `count` at most."""
         tree, order = self._tree, self._tree.gpu.order
         left, seen, found = self._window, [], None
         while left > 0 and found is None and (run := order.coldest()) is not None:

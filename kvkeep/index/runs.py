@@ -246,7 +246,7 @@ class RunTree:
         return run.gpu_end - run.stretch(run.gpu_end - 1)[1]
 
     def leave(self, run: Run, count: int) -> "array[int]":
-        """The last `count` GPU copies of `run` leave, with entries that have no other; the index still owns the pages."""
+        """The last `count` GPU copies of `run` leave, and entries without another; the index still owns the pages."""
         at = len(run.pages) - count
         pages = run.pages[at:]
         self.gpu.remove(pages)

@@ -11,11 +11,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvkeep.cache import CacheStats, TieredCache
+from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.index.eviction import LruOrder
 from kvkeep.index.names import TOKEN_NBYTES, Identity, chain_names, make_identity
 from kvkeep.index.runs import RunTree
+from kvkeep.stats import CacheStats
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.ledger import Ledger
 from tests.traces.reader import Request, Session
@@ -53,7 +54,7 @@ class ReferenceAccounting:
         """Looks one request up, then lets its pages in, then trims the coldest to the capacity."""
         tree, ledger = self.tree, self.ledger
         raw = self.sessions[request.session].ids.data.cast("B")
-        found, _ = tree.match(self.identity, raw, (request.prompt_len - self.unwritten) // self.page_size)
+        found, *_ = tree.match(self.identity, raw, (request.prompt_len - self.unwritten) // self.page_size)
         matched, final = len(found), (request.final_len - self.unwritten) // self.page_size
         self.matched_pages += matched
         place = tree.place(found[-1]) if matched else tree.root(self.identity)

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvkeep.cache import CacheStats, TieredCache
+from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig, IndexAt
 from kvkeep.errors import OutOfPages
 from kvkeep.lease import Lease
+from kvkeep.stats import CacheStats
 from kvkeep.tiers.gpu_pool import GpuPool
 from tests.traces.reader import Request, Session
 
