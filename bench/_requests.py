@@ -3,6 +3,7 @@
 Must not know limits or reports.
 """
 
+import ctypes
 import gc
 import os
 import resource
@@ -71,23 +72,28 @@ def bytes_per_page_w1(pages: int) -> float:
     return traced.nbytes() / filled.stats().pages_cached
 
 
-def resident_bytes_per_page_w1(pages: int) -> float:
-    """The same as the system sees it, in a process of its own: what the allocator cannot give back included."""
+def resident_bytes_per_page_w1(pages: int) -> tuple[float, float]:
+    """The same as the system sees it, in a process of its own; then without what the allocator holds back."""
     root = Path(__file__).resolve().parent.parent
-    code = f"from bench import _requests; print(_requests.grown_by_w1({pages}))"
+    code = f"from bench import _requests; print(*_requests.grown_by_w1({pages}))"
     environment = os.environ | {"PYTHONPATH": str(root)}
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return float(answer.stdout)
+    resident, trimmed = map(float, answer.stdout.split())
+    return resident, trimmed
 
 
-def grown_by_w1(pages: int) -> float:
-    """Bytes a page by which the resident memory of this process grows while W1 fills a cache."""
+def grown_by_w1(pages: int) -> tuple[float, float]:
+    """Bytes a page by which this process grows while W1 fills a cache, before and after malloc_trim."""
     workload = _overfilling(pages)
     gc.collect()
     before = _resident_nbytes()
     filled = _overfilled(pages, workload)
     gc.collect()
-    return (_resident_nbytes() - before) / filled.stats().pages_cached
+    resident = _resident_nbytes() - before
+    ctypes.CDLL(None).malloc_trim(0)
+    trimmed = _resident_nbytes() - before
+    cached = filled.stats().pages_cached
+    return resident / cached, trimmed / cached
 
 
 def _resident_nbytes() -> int:

@@ -158,8 +158,9 @@ def _memory_rows(pages: int, w1: float) -> list[dict[str, JsonValue]]:
     for run_pages in (1024, 64, 8, 3):
         what = f"the same, filled by chains of {run_pages} that share nothing"
         rows.append(_bytes_row(f"_runs_of_{run_pages}", what, bytes_per_page_runs(pages, run_pages)))
-    what = "W1 again, by the growth of a process: with what the system's allocator holds back"
-    rows.append(_bytes_row("_resident", what, resident_bytes_per_page_w1(pages)))
+    resident, trimmed = resident_bytes_per_page_w1(pages)
+    rows.append(_bytes_row("_resident", "W1 again, by the growth of a process of its own", resident))
+    rows.append(_bytes_row("_resident_trimmed", "the same, after malloc_trim gave back what is free", trimmed))
     return rows
 
 
