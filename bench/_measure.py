@@ -101,16 +101,18 @@ def row(entry: Measured, others: dict[str, Measured]) -> dict[str, JsonValue]:
 
 
 def table(rows: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
-    """The rows as lines of text."""
+    """The rows as lines of text; `limit` is the one of this run."""
     yield f"{'metric':<34}{'median':>10}{'p99':>10}{'limit':>10}  {'unit':<8}{'spin':>6}  reached"
     for entry in rows:
-        bound = entry.get("bound")
-        yield (
-            f"{entry['metric']!s:<34}{entry['median']:>10.2f}{entry.get('p99', float('nan')):>10.2f}"
-            f"{'' if bound is None else format(bound, '.2f'):>10}  {entry['unit']!s:<8}"
-            f"{'' if 'spin_us' not in entry else format(entry['spin_us'], '.0f'):>6}  "
-            f"{'' if bound is None else 'yes' if entry['reached'] else 'NO'}"
-        )
+        median, tail, bound = (_cell(entry.get(key), 2) for key in ("median", "p99", "bound"))
+        reached = "" if "reached" not in entry else "yes" if entry["reached"] else "NO"
+        spin = _cell(entry.get("spin_us"), 0)
+        name, unit = str(entry["metric"]), str(entry["unit"])
+        yield f"{name:<34}{median:>10}{tail:>10}{bound:>10}  {unit:<8}{spin:>6}  {reached}".rstrip()
+
+
+def _cell(value: JsonValue, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else ""
 
 
 @contextmanager

@@ -3,9 +3,15 @@
 Must not know limits or reports.
 """
 
+import ctypes
 import gc
+import os
+import resource
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bench._cases import PAGE, FullPool
 from bench._measure import now_ns
@@ -20,18 +26,20 @@ class Requests:
     """W1 over a pool of `capacity` tokens, one request live at a time; a fresh cache each round.
 
     The prompt and the answer are slices made outside the timed parts, as for the other caches' figures.
+    parts: the calls of the last pass, microseconds each.   matched: its `matched_len`s.
     """
 
     workload: Workload
     capacity: int
-    parts: dict[str, list[float]] = field(default_factory=lambda: {"admit": [], "extend": [], "finish": []})
+    parts: dict[str, list[float]] = field(default_factory=dict)
     matched_share: float = 0.0
     matched: list[int] = field(default_factory=list)
 
     def sample(self) -> list[float]:
         """One pass: microseconds of each request."""
         cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(self.capacity // PAGE), b"bench index")
-        admit, extend, finish = (self.parts[name] for name in ("admit", "extend", "finish"))
+        self.parts = {"admit": [], "extend": [], "finish": []}
+        admit, extend, finish = self.parts.values()
         out = []
         self.matched = []
         for turn in self.workload.turns:
@@ -57,18 +65,56 @@ class Requests:
 
 
 def bytes_per_page_w1(pages: int) -> float:
-    """Traced bytes a page of a cache filled by W1, with as many sessions as overfill it, so that tails were dropped."""
-    workload = agent_workload(sessions=-(-pages * PAGE // 30_000))
-    with_cache, cache = _traced_from_here(pages)
+    """Traced bytes a page of a cache that W1 has filled."""
+    workload = _overfilling(pages)
+    traced = _Traced()
+    filled = _overfilled(pages, workload)
+    return traced.nbytes() / filled.stats().pages_cached
+
+
+def resident_bytes_per_page_w1(pages: int) -> tuple[float, float]:
+    """The same as the system sees it, in a process of its own; then without what the allocator holds back."""
+    root = Path(__file__).resolve().parent.parent
+    code = f"from bench import _requests; print(*_requests.grown_by_w1({pages}))"
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    resident, trimmed = map(float, answer.stdout.split())
+    return resident, trimmed
+
+
+def grown_by_w1(pages: int) -> tuple[float, float]:
+    """Bytes a page by which this process grows while W1 fills a cache, before and after malloc_trim."""
+    workload = _overfilling(pages)
+    gc.collect()
+    before = _resident_nbytes()
+    filled = _overfilled(pages, workload)
+    gc.collect()
+    resident = _resident_nbytes() - before
+    ctypes.CDLL(None).malloc_trim(0)
+    trimmed = _resident_nbytes() - before
+    cached = filled.stats().pages_cached
+    return resident / cached, trimmed / cached
+
+
+def _resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _overfilling(pages: int) -> Workload:
+    """W1 with as many sessions as it takes to need more than `pages`, so that tails are dropped."""
+    return agent_workload(sessions=-(-pages * PAGE // 30_000))
+
+
+def _overfilled(pages: int, workload: Workload) -> TieredCache:
+    cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(pages), b"bench index")
     for turn in workload.turns:
         ids = workload.ids[turn.session]
         lease = cache.admit(ids[: turn.prompt_len])
         cache.extend(lease, ids[turn.prompt_len : turn.final_len])
         cache.finish(lease, turn.kv_len)
-        del lease
     stats = cache.stats()
     assert stats.pages_evicted > 0 and stats.pages_cached > 0.99 * pages
-    return with_cache.nbytes() / stats.pages_cached
+    return cache
 
 
 def bytes_per_page_runs(pages: int, run_pages: int) -> float:
@@ -92,8 +138,3 @@ class _Traced:
         found = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         return found
-
-
-def _traced_from_here(pages: int) -> tuple[_Traced, TieredCache]:
-    traced = _Traced()
-    return traced, TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(pages), b"bench index")

@@ -111,7 +111,8 @@ def frame(fields: Iterable[tuple[str, bytes]]) -> bytes:
     """Fields as one string that no other list of fields gives: for each, tag length, tag, value length, value."""
     parts = []
     for tag, value in fields:
-        parts += [struct.pack("<I", len(tag)), tag.encode(), struct.pack("<Q", len(value)), value]
+        name = tag.encode()
+        parts += [struct.pack("<I", len(name)), name, struct.pack("<Q", len(value)), value]
     return b"".join(parts)
 
 

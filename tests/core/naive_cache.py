@@ -150,14 +150,14 @@ class NaiveCache:
         if fresh and not (self.free or self.idle or any(page.holders == {lease.number} for page in gone)):
             self.refusals += 1
             raise Refused(1, 1)
-        lost = self.lost(lease)
+        on_its_path = lease.epoch == self.epoch and not self.lost(lease)
         cut = [m for m in lease.media if m.offset < length < m.offset + m.length]
         lease.storable = min([lease.storable, *(m.offset // size for m in cut)])
         lease.media = tuple(m for m in lease.media if m.offset < length)
         lease.base, lease.sealed = min(lease.base, full), min(lease.sealed, full)
         if full < lease.stored:
             lease.stored = full
-            if not lost:
+            if on_its_path:
                 lease.path = self.index.entries[self.prefix(lease, full)].page if full else None
         lease.tokens = lease.tokens[:length]
         lease.pages = lease.pages[:keep]
