@@ -6,7 +6,7 @@ Must not change anything.
 from array import array
 
 from kvkeep.errors import InvariantViolation
-from kvkeep.index.eviction import Tier, gpu_tail, host_tail
+from kvkeep.index.eviction import NO_TAIL, Tier, gpu_stamp, host_stamp
 from kvkeep.index.run import NOWHERE, Run
 from kvkeep.index.runs import RunTree, parent_of
 from kvkeep.index.tiermap import TierMap
@@ -77,10 +77,9 @@ def _check_host(tree: RunTree, run: Run, host: "array[int]") -> None:
 
 
 def _check_offered(tree: RunTree, run: Run) -> None:
-    depth = gpu_tail(run)
-    if depth >= 0 and not run.queued & Tier.GPU and tree.gpu.ledger.is_idle(run.pages[-1]):
+    if gpu_stamp(run) != NO_TAIL and not run.queued & Tier.GPU and tree.gpu.ledger.is_idle(run.pages[-1]):
         raise InvariantViolation(f"tree: run {run.serial} has an idle GPU tail and is not on offer")
     if tree.host is None or run.host is None:
         return
-    if host_tail(run) >= 0 and not run.queued & Tier.HOST and tree.host.ledger.is_idle(run.host[-1]):
+    if host_stamp(run) != NO_TAIL and not run.queued & Tier.HOST and tree.host.ledger.is_idle(run.host[-1]):
         raise InvariantViolation(f"tree: run {run.serial} has an idle host tail and is not on offer")

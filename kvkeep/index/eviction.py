@@ -20,14 +20,22 @@ class Tier(IntEnum):
     HOST = 2
 
 
-def gpu_tail(run: Run) -> int:
-    """The depth of the GPU copy that leaves first, or -1: the run has none, or its children have some."""
-    return -1 if run.gpu_children or not run.pages else run.start + len(run.pages) - 1
+NO_TAIL = -1
 
 
-def host_tail(run: Run) -> int:
-    """The depth of the host copy that leaves first, or -1: it is not the last copy of the last entry of its chain."""
-    return -1 if run.children or run.host is None or len(run.pages) == len(run.names) else run.end - 1
+def gpu_stamp(run: Run) -> int:
+    """When the GPU copy that leaves first was last used, or NO_TAIL: the run has none, or its children have some."""
+    pages = run.pages
+    if run.gpu_children or not pages:
+        return NO_TAIL
+    return run.stamps[0] if len(pages) == len(run.names) else run.stretch(run.gpu_end - 1)[0]
+
+
+def host_stamp(run: Run) -> int:
+    """When the host copy that leaves first was last used, or NO_TAIL: it is not a last copy at the end of a chain."""
+    if run.children or run.host is None or len(run.pages) == len(run.names):
+        return NO_TAIL
+    return run.stamps[0]
 
 
 class EvictionOrder(Protocol):
@@ -55,29 +63,28 @@ class LruOrder:
 
     def __init__(self, tier: Tier = Tier.GPU) -> None:
         self._bit = int(tier)
-        self._tail = gpu_tail if tier is Tier.GPU else host_tail
+        self._stamp = gpu_stamp if tier is Tier.GPU else host_stamp
         self._heap: list[tuple[int, int, Run]] = []
 
     def offer(self, run: Run) -> None:
         if run.queued & self._bit:
             return
-        depth = self._tail(run)
-        if depth >= 0:
+        stamp = self._stamp(run)
+        if stamp != NO_TAIL:
             run.queued |= self._bit
-            heapq.heappush(self._heap, (run.stretch(depth)[0], run.serial, run))
+            heapq.heappush(self._heap, (stamp, run.serial, run))
 
     def coldest(self) -> Run | None:
         heap = self._heap
         while heap:
             stamp, serial, run = heap[0]
-            depth = self._tail(run)
-            if depth < 0:
-                self.shelve(run)
-                continue
-            now = run.stretch(depth)[0]
+            now = self._stamp(run)
             if now == stamp:
                 return run
-            heapq.heapreplace(heap, (now, serial, run))
+            if now == NO_TAIL:
+                self.shelve(run)
+            else:
+                heapq.heapreplace(heap, (now, serial, run))
         return None
 
     def shelve(self, run: Run) -> None:

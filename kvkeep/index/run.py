@@ -114,17 +114,28 @@ class Run:
         """Removes the entries from position `at` on, which is above 0."""
         del self.pages[at:]
         del self.names[at:]
-        if self.host is not None:
-            del self.host[at:]
-        tokens = self.tokens
-        del tokens[at * page_nbytes :]
-        if tokens.__alloc__() > 4096 + (len(tokens) * 5 >> 2):
+        self._shorten(at, page_nbytes)
+
+    def pop(self, page_nbytes: int) -> int:
+        """Removes the last of several entries, which has a GPU copy and no other; returns the page."""
+        page = self.pages.pop()
+        self.names.pop()
+        self._shorten(len(self.names), page_nbytes)
+        return page
+
+    def _shorten(self, count: int, page_nbytes: int) -> None:
+        """Cuts everything but names and GPU copies to the first `count` entries."""
+        tokens, size = self.tokens, count * page_nbytes
+        del tokens[size:]
+        if tokens.__alloc__() > 4096 + (size * 5 >> 2):
             self.tokens = bytearray(tokens)  # gives the slack back
-        end = self.start + at
+        end = self.start + count
         ends, stamps = self.ends, self.stamps
         while len(ends) > 1 and ends[1] >= end:
             del ends[0], stamps[0]
         ends[0] = end
+        if self.host is not None:
+            del self.host[count:]
         if self.media:
             self.media = {d: m for d, m in self.media.items() if d < end} or None
 

@@ -220,6 +220,10 @@ class RunTree:
         Fewer come back only when nothing else is idle, or idle pages have pages of live requests behind them.
         """
         order, idle_tail = self.gpu.order, self.gpu.ledger.idle_tail
+        if count == 1:
+            one = self._evict_one()
+            if one is not None:
+                return one
         out = array("i")
         while count > 0:
             run = order.coldest()
@@ -237,6 +241,17 @@ class RunTree:
                 out = pages
             count -= k
         return out
+
+    def _evict_one(self) -> "array[int] | None":
+        """`evict(1)` where it is simple and most often asked: a decode goes on to its next page."""
+        run = self.gpu.order.coldest()
+        if run is None or run.host is not None or run.children or len(run.pages) == 1:
+            return None
+        if not self.gpu.ledger.is_idle(run.pages[-1]):
+            return None
+        page = run.pop(self.page_nbytes)
+        self.gpu.run_of[page] = None
+        return array("i", (page,))
 
     def coldest_stretch(self, run: Run) -> int:
         """How many GPU copies at the tail of `run` were last used together with the last one."""
