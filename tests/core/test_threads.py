@@ -91,7 +91,7 @@ class Client:
 
 @pytest.mark.parametrize("kind", [Ledger, TracingLedger])
 def test_threads_share_one_cache(kind: type[Ledger]) -> None:
-    """Four threads admit, extend, seal and end requests on a small pool: no wrong hit, no page lost or shared wrongly."""
+    """Four threads admit, extend, seal and end requests on a small pool: no page is lost or wrongly shared."""
     cache = TieredCache(
         CacheConfig(page_size=PAGE_SIZE), GpuPool.bookkeeping(PAGES_TOTAL), b"fp", ledger=kind(PAGES_TOTAL)
     )
