@@ -13,6 +13,7 @@ import pytest
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
+from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import LruOrder
 from kvkeep.index.names import Hash64, Identity, MediaItem, chain_names, frame, hash64, make_identity, self_test
 from kvkeep.index.runs import RunTree
@@ -60,12 +61,12 @@ def test_row_1_pages_of_equal_name_are_told_apart() -> None:
     stored = []
     for page in pages:
         assert [] == list(tree.match(root, memoryview(page), 1).pages)
-        opened = tree.ledger.open(1, "a")
-        tree.ledger.seal(opened, "a")
+        opened = tree.gpu.ledger.open(1, "a")
+        tree.gpu.ledger.seal(opened, "a")
         names = chain_names(root.name, memoryview(page), 32)
         assert 0 == tree.insert(tree.root(root), names, memoryview(page), opened).twins
         stored.append(list(opened))
-    tree.check_invariants()
+    check_tree(tree)
     assert stored == [list(tree.match(root, memoryview(page), 1).pages) for page in pages]
 
 
