@@ -25,21 +25,20 @@ from kvkeep.index.names import (
     TokenIds,
     as_int32,
     as_token_ids,
-    chain_names,
     check_token_range,
     cut_before_split_item,
     fingerprint_bytes,
     hash64,
     make_identity,
-    media_before,
     page_media,
     self_test,
 )
-from kvkeep.index.runs import Match, Place, RunTree
+from kvkeep.index.runs import Match, RunTree
 from kvkeep.index.tiermap import TierMap
 from kvkeep.lease import Lease
 from kvkeep.room import Drains, Room
 from kvkeep.stats import CacheStats, ResetReport
+from kvkeep.storing import Storing
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.ledger import Ledger
@@ -109,9 +108,8 @@ class TieredCache:
             self._traffic = Traffic(self._tree, transfers, self._end)
         self._leases: dict[int, Lease] = {}
         self._room = Room(self._ledger, self._tree, self._leases, self._traffic, self._window)
-        self._epoch = 0
+        self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = self._matched_host_tokens = 0
-        self._pages_stored = 0
 
     # ------------------------------------------------------------------ the life of a request
 
@@ -174,9 +172,9 @@ class TieredCache:
             own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
             lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
             if matched:
-                lease.path = self._page_id(pages[matched - 1])
+                lease.path = self._storing.page_id(pages[matched - 1])
             lease.store, lease.storable, lease.media = store, storable, by_page
-            lease.epoch = self._epoch
+            lease.epoch = self._storing.epoch
             if self._traffic is not None:
                 self._traffic.join(pages[:matched], lease)
                 for copy in drains.copies:
@@ -222,11 +220,11 @@ class TieredCache:
         lease.kv_len = kv_len
         if kv_len // self._page_size <= lease.sealed:
             return
-        names = self._name_full_pages(lease)
+        names = self._storing.name_full_pages(lease)
         with self._lock:
-            self._seal_pages(lease, names)
+            self._storing.seal_pages(lease, names)
             if self._store_at_seal:
-                self._store(lease)
+                self._storing.store(lease)
 
     def truncate(self, lease: Lease, length: int) -> None:
         """Rolls the lease back to its first `length` tokens.
@@ -245,7 +243,7 @@ class TieredCache:
             if replace and not self._could_free(gone):
                 self._refusals += 1
                 raise self._room.out_of_pages(1, 1)
-            self._rewind(lease, full, length)
+            self._storing.rewind(lease, full, length)
             del lease.pages[keep:]
             self._release(lease, gone)
             if replace:
@@ -261,11 +259,11 @@ class TieredCache:
         self._check_live(lease)
         self._check_kv_len(lease, kv_len)
         lease.kv_len = kv_len
-        names = self._name_full_pages(lease)
+        names = self._storing.name_full_pages(lease)
         with self._lock:
-            self._seal_pages(lease, names)
-            if not self._store(lease):
-                self._touch(lease)
+            self._storing.seal_pages(lease, names)
+            if not self._storing.store(lease):
+                self._storing.touch(lease)
             self._end(lease)
 
     def abort(self, lease: Lease) -> None:
@@ -300,71 +298,7 @@ class TieredCache:
             with self._lock:
                 self._traffic.fence = event
 
-    # ------------------------------------------------------------------ sealing and storing
-
-    def _name_full_pages(self, lease: Lease) -> list[int]:
-        """Names of the pages that `kv_len` fills and that are not sealed yet.  Outside the lock."""
-        first, last = lease.sealed, lease.kv_len // self._page_size
-        if last <= first:
-            return []
-        parent = lease.names[-1] if lease.names else lease.base_name
-        raw = lease.raw(first, last, self._page_size)
-        return chain_names(parent, raw, self._page_nbytes, first, lease.media, self._hash)
-
-    def _seal_pages(self, lease: Lease, names: list[int]) -> None:
-        if names:
-            self._ledger.seal(lease.pages[lease.sealed : lease.sealed + len(names)], lease.number)
-            lease.names += names
-
-    def _store(self, lease: Lease) -> bool:
-        """Puts the lease's sealed pages into the tree and stamps its path; False when there was nothing to put."""
-        last = lease.sealed if lease.storable is None else min(lease.sealed, lease.storable)
-        if last <= lease.stored or not lease.store or lease.epoch != self._epoch:
-            return False
-        place = self._place(lease) or self._begin_again(lease)
-        first = lease.stored
-        done = self._tree.insert(
-            place,
-            lease.names[first - lease.base : last - lease.base],
-            lease.raw(first, last, self._page_size),
-            lease.pages[first:last],
-            lease.media,
-        )
-        lease.twins.extend(range(first, first + done.twins))
-        lease.stored = last
-        lease.path = self._page_id(done.last)
-        self._pages_stored += last - first - done.twins
-        return True
-
-    def _place(self, lease: Lease) -> Place | None:
-        """Where the lease's path ends in the tree; None when the page that ended it has left."""
-        if lease.path is None:
-            return self._tree.root(lease.identity)
-        page, generation = lease.path
-        return self._tree.place(page) if self._ledger.generation(page) == generation else None
-
-    def _begin_again(self, lease: Lease) -> Place:
-        """Another's page, which ended the lease's path, has left: back to what the lease took from the index."""
-        lease.stored, lease.twins = lease.base, []
-        lease.path = self._page_id(lease.pages[lease.base - 1]) if lease.base else None
-        place = self._place(lease)
-        if place is None:
-            raise InvariantViolation(f"{lease}: a page that it took from the index is not there")
-        return place
-
-    def _page_id(self, page: int) -> tuple[int, int]:
-        return (page, self._ledger.generation(page))
-
-    def _touch(self, lease: Lease) -> None:
-        """Stamps the lease's path; where another's page on it has left, the lease's own comes in its place."""
-        if lease.epoch != self._epoch:
-            return
-        place = self._place(lease)
-        if place is None:
-            place = self._begin_again(lease)
-            if self._store(lease):
-                return
-        self._tree.touch(place)
+    # ------------------------------------------------------------------ ends and rolling back
 
     def _end(self, lease: Lease) -> None:
         if self._traffic is not None:
@@ -381,33 +315,9 @@ class TieredCache:
                 self._tree.offer(page)
                 break
 
-    # ------------------------------------------------------------------ rolling back
-
     def _could_free(self, pages: "array[int]") -> bool:
         """Whether a page can be had once this lease has released `pages`."""
         return bool(self._ledger.free or self._ledger.idle or any(self._ledger.holders(p) == 1 for p in pages))
-
-    def _rewind(self, lease: Lease, full: int, length: int) -> None:
-        """Takes names, token ids and the path back to `full` pages and `length` tokens."""
-        place = self._place(lease) if lease.epoch == self._epoch else None
-        if full < lease.base:
-            content = self._tree.page_content(lease.pages[full]) if lease.pages[full] in self._tree else None
-            before = self._tree.page_content(lease.pages[full - 1]) if full and content else None
-            lease.base_name = before[1] if before else lease.identity.name
-            lease.tokens = bytearray(content[0] if content else self._page_nbytes)
-            lease.base = full
-        del lease.tokens[(length - lease.base * self._page_size) * TOKEN_NBYTES :]
-        del lease.names[max(full - lease.base, 0) :]
-        lease.stored = min(lease.stored, full)
-        lease.twins = [d for d in lease.twins if d < full]
-        if lease.media:
-            lease.media, cut = media_before(lease.media, length)
-            if cut is not None:  # what is left of an item has no identity
-                known = cut // self._page_size
-                lease.storable = known if lease.storable is None else min(known, lease.storable)
-        if place is not None and place.depth > full:
-            page = self._tree.page_at(place, full - 1) if full else None
-            lease.path = None if page is None else self._page_id(page)
 
     # ------------------------------------------------------------------ the whole cache
 
@@ -426,7 +336,7 @@ class TieredCache:
 
     def _reset(self) -> ResetReport:
         held = self._ledger.held
-        self._epoch += 1
+        self._storing.epoch += 1
         freed = self._tree.clear()
         if self._traffic is not None:
             self._traffic.forget()
@@ -447,7 +357,7 @@ class TieredCache:
                 prompt_tokens=self._prompt_tokens,
                 matched_tokens=self._matched_tokens + self._matched_host_tokens,
                 matched_host_tokens=self._matched_host_tokens,
-                pages_stored=self._pages_stored,
+                pages_stored=self._storing.pages_stored,
                 pages_evicted=self._room.pages_evicted,
                 pages_demoted=self._room.pages_demoted,
                 pages_lost=self._room.pages_lost,
