@@ -53,16 +53,17 @@ def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hand_out_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An off-by-one in the page table: the last matched page is the one before it."""
-    right = TieredCache._match
+    """An off-by-one in what is handed out: the last matched page holds what the page before it holds."""
+    right = TieredCache.admit
 
-    def match(cache: TieredCache, *arguments: object) -> object:
-        pages, name = right(cache, *arguments)  # type: ignore[arg-type]
-        if len(pages) > 1:
-            pages[-1] = pages[-2]
-        return pages, name
+    def admit(cache: TieredCache, *arguments: object, **options: object) -> object:
+        lease = right(cache, *arguments, **options)  # type: ignore[arg-type]
+        if lease.matched_len > 16:
+            last = lease.matched_len // 16 - 1
+            cache.pool.kv[lease.pages[last]] = cache.pool.kv[lease.pages[last - 1]]
+        return lease
 
-    monkeypatch.setattr(TieredCache, "_match", match)
+    monkeypatch.setattr(TieredCache, "admit", admit)
 
 
 def overwrite_kept_pages(monkeypatch: pytest.MonkeyPatch) -> None:
