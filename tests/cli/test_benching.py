@@ -54,7 +54,7 @@ def test_the_command_line_hands_over_what_is_not_its_own(bench: Path, tmp_path: 
 
 
 def test_outside_a_checkout_bench_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """In an installed copy `kvkeep bench` says that the cases are in the repository, exit code 2."""
     monkeypatch.setattr(benching, "checkout_root", lambda: None)

@@ -28,9 +28,11 @@ def fill(memory: PageMemory, page: int, number: int) -> None:
     data = np.frombuffer(content(number), dtype=np.uint8)
     start = 0
     for plane in memory.planes():
-        assert isinstance(plane, np.ndarray)
         end = start + plane.shape[1]
-        plane[page] = data[start:end]
+        if isinstance(plane, np.ndarray):
+            plane[page] = data[start:end]
+        else:
+            plane[page] = plane.new_tensor(data[start:end])
         start = end
 
 

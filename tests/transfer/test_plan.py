@@ -4,12 +4,14 @@ from array import array
 
 import pytest
 
-from kvkeep.errors import InvariantViolation
+from kvkeep.errors import BadInput, InvariantViolation
+from kvkeep.tiers.layout import PageLayout
 from kvkeep.transfer.backend import NO_WAIT, Job, JobNumber
 from kvkeep.transfer.gate import Gate
+from kvkeep.transfer.pieces import pieces
 from kvkeep.transfer.plan import DIRECTION_OF, Cause, Direction, Plan
 from kvkeep.transfer.simulated import SimulatedBackend
-from tests.transfer.pools import plan
+from tests.transfer.pools import host_memory, plan
 
 
 def test_plan_keeps_its_own_page_ids():
@@ -91,3 +93,10 @@ def test_gate_forgets_a_dropped_job():
     assert not gate.open
     gate.drop(failed)
     assert gate.open
+
+
+def test_pools_of_different_pages_are_refused():
+    """Copies between pools whose pages differ in size would move the wrong bytes."""
+    other = host_memory(layout=PageLayout(layers=1, kv_heads=1, head_dim=4, page_size=2))
+    with pytest.raises(BadInput, match="bytes"):
+        pieces(host_memory(), other)

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvkeep import report as reports
 from kvkeep.engine.demo.script import ChatFormat, Conversation, Excerpt, Script
 from kvkeep.errors import BadInput
 from kvkeep.report import INTERRUPTED, Metric, Report
@@ -92,7 +93,8 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
             max_new_tokens=options.max_new_tokens,
             positions=loaded.positions_max,
         )
-        bench = Bench(loaded, options.page_size, options.pool_pages, script.tokens_max, options.max_new_tokens)
+        _check_pool(options, script.tokens_max, loaded.layout(options.page_size).page_nbytes)
+        bench = Bench(loaded, options.page_size, options.pool_pages, script.tokens_max)
     if script.cut:
         console.print(f"the texts are cut to fit the {loaded.positions_max} positions of {loaded.name}")
     title = f"{loaded.name} on {options.device}: ms to the first token with kept pages and without"
@@ -102,7 +104,7 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
         bench.warm_up(rng)
         for number in range(1, options.turns + 1):
             for conversation in script.conversations:
-                turn = _turn(bench, display, conversation, number, measured_before=len(measured.turns))
+                turn = _turn(options, bench, display, conversation, number, len(measured.turns))
                 measured.turns.append(turn)
                 display.add(turn)
         display.now(f"a request with nothing to reuse, with and without the cache, {NO_REUSE_PAIRS} pairs")
@@ -110,7 +112,31 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
             measured.no_reuse.append(ratio)
 
 
-def _turn(bench: "Bench", display: "Display", conversation: Conversation, number: int, measured_before: int) -> "Turn":
+def _check_pool(options: DemoOptions, tokens_max: int, page_nbytes: int) -> None:
+    """Before the work, rather than at the turn that no longer fits."""
+    pages = -(-tokens_max // options.page_size)
+    if options.pool_pages < pages:
+        raise BadInput(
+            f"--pool-pages {options.pool_pages}: a session grows to {tokens_max} tokens, {pages} pages of "
+            f"{options.page_size}; give at least {pages}"
+        )
+    memory_nbytes = reports.memory_nbytes()
+    pool_nbytes = options.pool_pages * page_nbytes
+    if options.device == "cpu" and memory_nbytes is not None and pool_nbytes > memory_nbytes:
+        raise BadInput(
+            f"--pool-pages {options.pool_pages}: {pool_nbytes / 2**30:.1f} GiB, more than this machine's memory of "
+            f"{memory_nbytes / 2**30:.1f} GiB; give at most {memory_nbytes // page_nbytes}"
+        )
+
+
+def _turn(
+    options: DemoOptions,
+    bench: "Bench",
+    display: "Display",
+    conversation: Conversation,
+    number: int,
+    measured_before: int,
+) -> "Turn":
     from kvkeep.engine.demo.measure import ENGINE_NAMES, Turn
 
     prompt = conversation.next_prompt()
@@ -118,7 +144,7 @@ def _turn(bench: "Bench", display: "Display", conversation: Conversation, number
     answers = {}
     for name in ENGINE_NAMES[first:] + ENGINE_NAMES[:first]:
         display.now(f"{conversation.session}, turn {number}: {WHAT_RUNS[name]}")
-        answers[name] = bench.ask(name, prompt, conversation.chat.stop_ids)
+        answers[name] = bench.ask(name, prompt, options.max_new_tokens, conversation.chat.stop_ids)
     kept, exact, fastest = (answers[name] for name in ENGINE_NAMES)
     conversation.answered(kept.output_ids)
     return Turn(

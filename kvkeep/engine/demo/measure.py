@@ -4,7 +4,7 @@ Must not know what is said in the sessions nor how results are shown.
 
 Every turn is asked of three engines over the same weights, one after the other, in an order that changes from
 turn to turn, so that a machine that slows down or speeds up does so for all of them:
-  kept     strict arithmetic, pages kept and matched;
+  kept     strict arithmetic (where there is none, on CUDA, the fast one), pages kept and matched;
   exact    the same arithmetic, nothing kept: its output must be the same ids;
   fastest  the arithmetic that the engine is fastest with, nothing kept: its first token is timed, no more.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvkeep.benching import median, p99
+from kvkeep.engine.arithmetic import Mode
 from kvkeep.engine.asking import Answer, ask, pages_of, random_ids
 from kvkeep.engine.engine import Engine, EngineConfig
 from kvkeep.engine.loader import LoadedModel
@@ -80,25 +81,18 @@ class Turn:
 class Bench:
     """The three engines, warmed up, and the asking of one prompt."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        page_size: int,
-        pool_pages: int,
-        prompt_tokens_max: int,
-        max_new_tokens: int,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, page_size: int, pool_pages: int, tokens_max: int) -> None:
         self._loaded = loaded
         self._page_size = page_size
-        self._max_new_tokens = max_new_tokens
-        one_request = pages_of(prompt_tokens_max + max_new_tokens, page_size)
+        one_request = pages_of(tokens_max, page_size)
+        self._exact: Mode = "strict" if loaded.device == "cpu" else "fast"
         self._engines: dict[EngineName, Engine] = {
-            "kept": self._engine(pool_pages, "strict", keep=True),
-            "exact": self._engine(one_request, "strict", keep=False),
+            "kept": self._engine(pool_pages, self._exact, keep=True),
+            "exact": self._engine(one_request, self._exact, keep=False),
             "fastest": self._engine(one_request, "fast", keep=False),
         }
 
-    def _engine(self, pool_pages: int, arithmetic: Literal["strict", "fast"], keep: bool) -> Engine:
+    def _engine(self, pool_pages: int, arithmetic: Mode, keep: bool) -> Engine:
         return Engine(
             self._loaded,
             EngineConfig(
@@ -116,10 +110,9 @@ class Bench:
         for engine in self._engines.values():
             ask(engine, ids, max_new_tokens=2, store=False)
 
-    def ask(self, name: EngineName, prompt: Sequence[int], stop_ids: Sequence[int]) -> Answer:
+    def ask(self, name: EngineName, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]) -> Answer:
         """The answer of one engine. The fastest is asked for its first token only."""
-        new = 1 if name == "fastest" else self._max_new_tokens
-        return ask(self._engines[name], prompt, new, stop_ids)
+        return ask(self._engines[name], prompt, 1 if name == "fastest" else max_new_tokens, stop_ids)
 
     def no_reuse_ratios(self, rng: random.Random, pairs: int) -> Iterator[float]:
         """Cache on over cache off, same arithmetic: requests that find nothing to reuse, a ratio a pair.
@@ -129,7 +122,7 @@ class Bench:
         """
         length = NO_REUSE_PAGES * self._page_size + 1
         pages = pages_of(length + 1, self._page_size)
-        engines = [self._engine(pages, "strict", keep=True), self._engine(pages, "strict", keep=False)]
+        engines = [self._engine(pages, self._exact, keep=keep) for keep in (True, False)]
         for engine in engines:
             ask(engine, random_ids(rng, self._loaded, length), max_new_tokens=1)
         for pair in range(pairs):

@@ -7,6 +7,7 @@ what the model answers is appended as the very ids it sampled, so each prompt is
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 
 from kvkeep.errors import BadInput
@@ -64,8 +65,12 @@ class ChatFormat:
         """The format for a tokenizer, seen from whether it reads a ChatML mark as one id."""
         start = encode("")
 
+        @cache  # the sessions share texts, and not every tokenizer is fast
+        def encoded(text: str) -> tuple[int, ...]:
+            return tuple(encode(text)[len(start) :])
+
         def continued(text: str) -> list[int]:
-            return encode(text)[len(start) :]
+            return list(encoded(text))
 
         end = continued(END)
         if len(end) == 1 and len(continued(START)) == 1:

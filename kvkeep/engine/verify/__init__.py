@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Mode = Literal["strict", "same-schedule"]
 
 # Compared requests where nobody says how many: the fixed scenarios, about 60, and some drawn at random.
-CASES_DEFAULT = 80
+CASES_DEFAULT = 100
 COST_PAIRS = 5
 SHOWN_MAX = 10
 
@@ -80,9 +80,10 @@ def _run(options: VerifyOptions, mode: Mode, console: "Console", findings: "Find
         loaded = load_model(options.model, device=options.device)
         sizes = scenarios.Sizes.fitting(options.page_size, loaded.positions_max)
         if sizes is None:
+            page_max = loaded.positions_max // (scenarios.PAGES_MIN + 1)
             raise BadInput(
-                f"--page-size {options.page_size}: pages of {scenarios.PAGE_MIN} to {loaded.positions_max // 3} "
-                f"positions can be verified with {loaded.name}, which has {loaded.positions_max}"
+                f"--page-size {options.page_size}: pages of {scenarios.PAGE_MIN} to {page_max} positions can be "
+                f"verified with {loaded.name}, which has {loaded.positions_max}"
             )
         rng = random.Random(options.seed)
         running = gate.Gate(loaded, options.page_size, mode == "strict", _judge(mode, loaded, sizes), findings)

@@ -161,7 +161,12 @@ class Gate:
 
     def _check_tested(self, scenario: Scenario, engine: Engine, preemptions: int) -> None:
         """A scenario that never got to what it is for must not pass for a test of it."""
-        if scenario.must_evict and not engine.cache.stats().pages_evicted:
-            self._findings.untested.append(f"{scenario.name}: no cached page was dropped")
-        if scenario.must_preempt and not preemptions:
-            self._findings.untested.append(f"{scenario.name}: no request was preempted")
+        evicted = engine.cache.stats().pages_evicted
+        if evicted < scenario.evicted_min:
+            self._findings.untested.append(
+                f"{scenario.name}: {evicted} cached pages were dropped where {scenario.evicted_min} had to be"
+            )
+        if preemptions < scenario.preempted_min:
+            self._findings.untested.append(
+                f"{scenario.name}: {preemptions} requests were preempted where {scenario.preempted_min} had to be"
+            )

@@ -9,9 +9,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvkeep.engine.asking import pages_of
+
 CONCURRENCY = 4
-PAGES_MAX = 6
-PAGE_MIN = 4
+PAGES_MIN, PAGES_MAX = 3, 6
+PAGE_MIN = 8
+TURNS, NEW = 3, 3  # of a session in rotation, and what it generates in each
 RANDOM_WAVES = 8
 
 Ids = list[int]
@@ -45,15 +48,15 @@ Waves = Generator[list[Ask], list[Ids], None]
 class Scenario:
     """Waves of requests over one pool.
 
-    must_evict, must_preempt: a run in which no cached page was dropped, or no request preempted, did not test what this
-    scenario is for; that counts as a failure.
+    evicted_min, preempted_min: a run in which fewer cached pages were dropped, or fewer requests preempted, did not
+    test what this scenario is for; that counts as a failure.
     """
 
     name: str
     pool_pages: int
     waves: Callable[[], Waves]
-    must_evict: bool = False
-    must_preempt: bool = False
+    evicted_min: int = 0
+    preempted_min: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Sizes:
     def fitting(page: int, positions: int) -> "Sizes | None":
         """The largest sizes for a model of `positions` positions; None where the scenarios do not fit."""
         pages = min(PAGES_MAX, positions // page - 1)
-        return Sizes(page, pages) if page >= PAGE_MIN and pages >= 2 else None
+        return Sizes(page, pages) if page >= PAGE_MIN and pages >= PAGES_MIN else None
 
 
 def fixed_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
@@ -76,9 +79,9 @@ def fixed_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
     yield Scenario("every hit length", ample, partial(_hit_lengths, sizes, draw))
     yield Scenario("generated pages", ample, partial(_generated_pages, page, draw))
     yield Scenario("four at a time", ample, partial(_four_at_a_time, page, draw))
-    yield Scenario("pool of one request", 3, partial(_rotation, page, draw, 3, together=1), must_evict=True)
-    yield Scenario("pool of two requests", 6, partial(_rotation, page, draw, 4, together=4), must_evict=True)
-    yield Scenario("preempted", 9, partial(_preempted, page, draw), must_evict=True, must_preempt=True)
+    yield _rotation_scenario("pool of one request", 1, page, draw, sessions=3, together=1)
+    yield _rotation_scenario("pool of two requests", 2, page, draw, sessions=4, together=4)
+    yield Scenario("preempted", 9, partial(_preempted, page, draw), evicted_min=1, preempted_min=1)
 
 
 def random_scenarios(sizes: Sizes, draw: Draw, rng: random.Random) -> Iterator[Scenario]:
@@ -135,16 +138,23 @@ def _four_at_a_time(page: int, draw: Draw) -> Waves:
     ]
 
 
+def _rotation_scenario(name: str, requests: int, page: int, draw: Draw, sessions: int, together: int) -> Scenario:
+    """`_rotation` in a pool that just holds `requests` of its longest requests, which share a page."""
+    pages_each = pages_of(3 * page + page // 4 + TURNS * (NEW + page // 8), page)
+    waves = partial(_rotation, page, draw, sessions, together)
+    return Scenario(name, requests * (pages_each - 1) + 1, waves, evicted_min=sessions * TURNS // 2)
+
+
 def _rotation(page: int, draw: Draw, sessions: int, together: int) -> Waves:
-    """Sessions of a common beginning take turns, `together` at a time, in a pool that cannot hold them all."""
+    """Sessions of a common first page take turns, `together` at a time, each dropping what the others left."""
     common = draw(page)
-    told = [common + draw(page // 4) for _ in range(sessions)]
-    for _turn in range(3):
+    told = [common + draw(2 * page + page // 4) for _ in range(sessions)]
+    for _turn in range(TURNS):
         for first in range(0, sessions, together):
-            asks = [Ask(ids, new=4) for ids in told[first : first + together]]
+            asks = [Ask(ids, new=NEW) for ids in told[first : first + together]]
             outputs = yield asks
             for offset, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
-                told[first + offset] = ask.prompt + output + draw(page // 2)
+                told[first + offset] = ask.prompt + output + draw(page // 8)
 
 
 def _preempted(page: int, draw: Draw) -> Waves:
