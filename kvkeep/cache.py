@@ -11,8 +11,9 @@ from array import array
 from collections.abc import Sequence
 from threading import Lock
 
+from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
-from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
+from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, LruOrder, Tier
 from kvkeep.index.names import (
@@ -20,6 +21,7 @@ from kvkeep.index.names import (
     Fingerprint,
     Hash64,
     Identity,
+    Int32s,
     MediaItem,
     PageMedia,
     TokenIds,
@@ -41,8 +43,8 @@ from kvkeep.stats import CacheStats, ResetReport
 from kvkeep.storing import Storing
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
-from kvkeep.tiers.ledger import Ledger
-from kvkeep.traffic import Traffic
+from kvkeep.tiers.ledger import Ledger, page_ids
+from kvkeep.traffic import Suspended, Traffic
 from kvkeep.transfer.backend import After
 from kvkeep.transfer.manager import TransferManager
 
@@ -75,6 +77,7 @@ class TieredCache:
         transfers: TransferManager | None = None,
         ledger: Ledger | None = None,
         host_ledger: Ledger | None = None,
+        parking_ledger: Ledger | None = None,
         order: EvictionOrder | None = None,
         hash_fn: Hash64 = hash64,
     ) -> None:
@@ -101,14 +104,16 @@ class TieredCache:
         self._traffic: Traffic | None = None
         self._transfers = transfers
         self._window = min(max(pool.pages // 16, WINDOW_PAGES_MIN), WINDOW_PAGES_MAX)
-        if host is not None and host.tier_pages and transfers is not None:
+        if host is not None and host.pages and transfers is not None:
             self._host = TierMap(host_ledger or Ledger(host.tier_pages), ORDERS[config.eviction](Tier.HOST))
         self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
-        if self._host is not None and transfers is not None:
-            self._traffic = Traffic(self._tree, transfers, self._end)
+        if host is not None and host.pages and transfers is not None:
+            parking = parking_ledger or Ledger(host.suspend_pages)
+            self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, self._end)
         self._leases: dict[int, Lease] = {}
         self._room = Room(self._ledger, self._tree, self._leases, self._traffic, self._window)
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
+        self._numbered = 0
         self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = self._matched_host_tokens = 0
 
     # ------------------------------------------------------------------ the life of a request
@@ -136,56 +141,62 @@ class TieredCache:
         """
         ids = as_int32(tokens)
         length = len(ids)
-        reserve = -(-length // self._page_size)
         if not length:
             raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-        if reserve > self.pool.pages:
-            raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self.pool.pages}")
         by_page, storable = page_media(media, self._page_size, length) if media else (None, None)
-        raw = ids.data.cast("B")
         limit = (length - 1) // self._page_size if reuse else 0
         if storable is not None:
             limit = min(limit, storable)
         with self._lock:
             identity = self._identity(salt, adapter, label)
-            pages, below, name = self._match(identity, raw, limit, by_page)
-            on_gpu = len(pages)
-            check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
-            number = self._admissions
-            self._ledger.retain(pages, number)
-            load = self._traffic.begin_load(below) if self._traffic is not None and below else None
-            drains = Drains(reserve - on_gpu - len(below))
-            try:
-                pages.extend(self._room.take(reserve - on_gpu, number, drains))
-            except OutOfPages as e:
-                self._ledger.release(pages, number)
-                if self._traffic is not None and load is not None:
-                    self._traffic.cancel_load(load)
-                self._refusals += 1
-                raise self._room.out_of_pages(e.asked, e.short) from None
-            matched = on_gpu
-            if self._traffic is not None and load is not None:
-                last_name = self._tree.host_name(below[-1])
-                if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)]):
-                    matched, name = on_gpu + len(below), last_name
-            rest = ids[matched * self._page_size :]
-            own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
-            lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
-            if matched:
-                lease.path = self._storing.page_id(pages[matched - 1])
-            lease.store, lease.storable, lease.media = store, storable, by_page
-            lease.epoch = self._storing.epoch
-            if self._traffic is not None:
-                self._traffic.join(pages[:matched], lease)
-                for copy in drains.copies:
-                    self._traffic.wait(lease, copy)
-            self._leases[number] = lease
+            lease = self._open(identity, ids, limit, by_page, may_drain=True)
+            lease.store, lease.storable = store, storable
             self._admissions += 1
             self._prompt_tokens += length
-            self._matched_tokens += on_gpu * self._page_size
-            self._matched_host_tokens += (matched - on_gpu) * self._page_size
+            self._matched_tokens += lease.matched_len
         if self._transfers is not None and lease.copies:
             self._transfers.start()
+        return lease
+
+    def _open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia, *, may_drain: bool) -> Lease:
+        """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest: all, or nothing."""
+        length = len(ids)
+        reserve = -(-length // self._page_size)
+        if reserve > self.pool.pages:
+            raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self.pool.pages}")
+        pages, below, name = self._match(identity, ids.data.cast("B"), limit, media)
+        on_gpu = len(pages)
+        check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
+        self._numbered += 1
+        number = self._numbered
+        self._ledger.retain(pages, number)
+        load = self._traffic.begin_load(below) if self._traffic is not None and below else None
+        drains = Drains(reserve - on_gpu - len(below) if may_drain else 0)
+        try:
+            pages.extend(self._room.take(reserve - on_gpu, number, drains))
+        except OutOfPages as e:
+            self._ledger.release(pages, number)
+            if self._traffic is not None and load is not None:
+                self._traffic.cancel_load(load)
+            self._refusals += 1
+            raise self._room.out_of_pages(e.asked, e.short) from None
+        matched = on_gpu
+        if self._traffic is not None and load is not None:
+            last_name = self._tree.host_name(below[-1])
+            if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)]):
+                matched, name = on_gpu + len(below), last_name
+                self._matched_host_tokens += len(below) * self._page_size
+        rest = ids[matched * self._page_size :]
+        own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
+        lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
+        if matched:
+            lease.path = self._storing.page_id(pages[matched - 1])
+        lease.media, lease.epoch = media, self._storing.epoch
+        if self._traffic is not None:
+            self._traffic.join(pages[:matched], lease)
+            for copy in drains.copies:
+                self._traffic.wait(lease, copy)
+        self._leases[number] = lease
         return lease
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
@@ -272,6 +283,83 @@ class TieredCache:
         with self._lock:
             self._end(lease)
 
+    # ------------------------------------------------------------------ preemption
+
+    def suspend(self, lease: Lease, kv_len: int, *, complete: bool = False) -> Suspended:
+        """Ends a live request for now: its pages go to host memory and are free when the copy is over.
+
+        Copied are the pages that no other live request holds, into pages set aside for that; the others are only let
+        go of, and matched again at `resume`.   complete: copies every page, for engines that cannot recompute a hole.
+        Raises `CannotSuspend`, with nothing changed, when there are no pages set aside for all of them.
+        """
+        self._check_live(lease)
+        self._check_kv_len(lease, kv_len)
+        if self._traffic is None or lease.read_in_progress:
+            why = "copies into its pages are running" if lease.read_in_progress else "the cache has no host memory"
+            raise CannotSuspend(f"{lease} cannot be suspended: {why}")
+        lease.kv_len = kv_len
+        names = self._storing.name_full_pages(lease)
+        used = -(-kv_len // self._page_size)
+        with self._lock:
+            which = [i for i in range(used) if complete or self._ledger.holders(lease.pages[i]) == 1]
+            ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
+            if which and not self._traffic.suspend(ticket, page_ids(lease.pages[i] for i in which)):
+                free = self._traffic.parking.free
+                raise CannotSuspend(f"{lease} needs {len(which)} pages for preempted requests, {free} are free")
+            self._storing.seal_pages(lease, names)
+            if not self._storing.store(lease):
+                self._storing.touch(lease)
+            if used > lease.sealed:
+                self._ledger.seal(lease.pages[used - 1 : used], lease.number)  # the tail: nobody writes it any more
+            self._traffic.hold_sources(ticket)
+            self._end(lease)
+        return ticket
+
+    def resume(self, ticket: Suspended, tokens: TokenIds) -> Lease:
+        """Admits a suspended request again.   tokens: all its ids, of which the first `ticket.kv_len` held KV.
+
+        `lease.kv_len` positions hold KV once the lease may be read, but for `lease.holes`.  Raises `NotReady` while its
+        pages are still on their way down, and `OutOfPages`; the ticket stays good then.
+        """
+        if not ticket.live:
+            raise InvariantViolation(f"{ticket} was resumed or discarded before")
+        if not ticket.ready:
+            raise NotReady(f"{ticket}: its copy to host memory is still running")
+        ids = as_token_ids(tokens)
+        if len(ids) < max(ticket.kv_len, 1):
+            raise BadInput(f"{len(ids)} tokens to resume {ticket}: it has KV for more")
+        size, kv_len = self._page_size, ticket.kv_len
+        limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch else 0
+        with self._lock:
+            assert self._traffic is not None
+            same_names = self._fingerprint in ticket.identity.record
+            limit = min(limit, ticket.storable) if ticket.storable is not None else limit
+            lease = self._open(ticket.identity, ids, limit if same_names else 0, ticket.media, may_drain=False)
+            lease.store, lease.storable = ticket.store and same_names, ticket.storable
+            first = lease.base
+            slots = {} if ticket.lost else {i: s for i, s in ticket.slots.items() if i >= first}
+            if slots:
+                gpu = page_ids(lease.pages[i] for i in slots)
+                if not self._traffic.resume(ticket, page_ids(slots.values()), gpu, lease):
+                    self._end(lease)
+                    raise NotReady(f"{ticket}: the queue of loads is full")
+            self._traffic.forget_suspended(ticket)
+            used = -(-kv_len // size)
+            gone = [i for i in range(first, used) if i not in slots]
+            lease.holes = [(i * size, min((i + 1) * size, kv_len)) for i in gone]
+            lease.kv_len = kv_len
+        if self._transfers is not None:
+            self._transfers.start()
+        return lease
+
+    def discard(self, ticket: Suspended) -> None:
+        """A suspended request will not be resumed."""
+        with self._lock:
+            if self._traffic is not None and ticket.live:
+                self._traffic.forget_suspended(ticket)
+
+    # ------------------------------------------------------------------ copies
+
     def poll(self) -> int:
         """Applies the copies that have completed since the last call and returns how many; never blocks.
 
@@ -355,7 +443,7 @@ class TieredCache:
                 admissions=self._admissions,
                 refusals=self._refusals,
                 prompt_tokens=self._prompt_tokens,
-                matched_tokens=self._matched_tokens + self._matched_host_tokens,
+                matched_tokens=self._matched_tokens,
                 matched_host_tokens=self._matched_host_tokens,
                 pages_stored=self._storing.pages_stored,
                 pages_evicted=self._room.pages_evicted,
@@ -369,25 +457,8 @@ class TieredCache:
     def check_invariants(self) -> None:
         """Raises `InvariantViolation` when counts differ from the owners recomputed.  O(pages), for tests and idle."""
         with self._lock:
-            ledger = self._ledger
-            ledger.check_invariants()
             check_tree(self._tree)
-            holders = [0] * ledger.total
-            for lease in self._leases.values():
-                for page in lease.pages:
-                    holders[page] += 1
-            copies = list(self._traffic.copies()) if self._traffic is not None else []
-            for copy in copies:
-                for page in copy.gpu:
-                    holders[page] += 1
-            _check_holders("GPU", ledger, holders)
-            if self._host is not None:
-                self._host.ledger.check_invariants()
-                holders = [0] * self._host.ledger.total
-                for copy in copies:
-                    for page in copy.host:
-                        holders[page] += 1
-                _check_holders("host", self._host.ledger, holders)
+            check_owners(self._ledger, self._host, self._leases.values(), self._traffic)
 
     # ------------------------------------------------------------------ checks and small things
 
@@ -424,12 +495,4 @@ class TieredCache:
         if not lease.sealed * self._page_size <= kv_len <= lease.length:
             raise BadInput(
                 f"kv_len {kv_len}: it must be {lease.sealed * self._page_size} to {lease.length}, sealed to known"
-            )
-
-
-def _check_holders(what: str, ledger: Ledger, holders: list[int]) -> None:
-    for page, count in enumerate(holders):
-        if ledger.holders(page) != count:
-            raise InvariantViolation(
-                f"{what} page {page}: {count} leases and copies list it, the ledger says {ledger.story(page)}"
             )

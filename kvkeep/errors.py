@@ -32,5 +32,13 @@ class OutOfPages(KvkeepError):
         )
 
 
+class CannotSuspend(KvkeepError):
+    """A request cannot be suspended now; nothing has changed.  Preempt it by recompute instead."""
+
+
+class NotReady(KvkeepError):
+    """Copies that this needs are still running; try again after `TieredCache.poll`."""
+
+
 class InvariantViolation(RuntimeError):
     """A bug of kvkeep's own, or a caller that broke the protocol (a double release): the program must stop."""

@@ -20,12 +20,13 @@ class Lease:
     pages: page ids; position p lies in `pages[p // page_size]`.  Treat it as read-only.
     length: token ids known (prompt and appended).   kv_len: positions known to hold committed KV.
     matched_len: positions that admission took from the cache.
+    holes: after `TieredCache.resume`, ranges of positions below `kv_len` whose KV is gone, to be computed first
     revoked: a load that others waited for as well failed, or was overdue: the lease has ended, and is to be admitted
         again.
     """
 
     __slots__ = (
-        "base", "base_name", "copies", "epoch", "identity", "kv_len", "length", "live", "matched_len", "media", "names",
+        "base", "base_name", "copies", "epoch", "holes", "identity", "kv_len", "length", "live", "matched_len", "media", "names",
         "number", "pages", "path", "revoked", "storable", "store", "stored", "tokens", "twins",
     )  # fmt: skip
 
@@ -64,6 +65,7 @@ class Lease:
         self.twins: list[int] = []
         self.copies: set[Any] = set()  # copies in flight, into or out of its pages
         self.revoked = False
+        self.holes: list[tuple[int, int]] = []
 
     @property
     def read_in_progress(self) -> bool:

@@ -28,14 +28,18 @@ from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan
 
 
 class Copy:
-    """Pages on their way: `gpu[i]` and `host[i]` hold, or will hold, the same bytes.   leases: who waits for it."""
+    """Pages on their way: `gpu[i]` and `host[i]` hold, or will hold, the same bytes.   leases: who waits for it.
 
-    __slots__ = ("cause", "gpu", "host", "job", "leases")
+    ticket: the suspended request whose pages they are; `host` are then pages of the suspension's own.
+    """
 
-    def __init__(self, cause: Cause, gpu: "array[int]", host: "array[int]") -> None:
+    __slots__ = ("cause", "gpu", "host", "job", "leases", "ticket")
+
+    def __init__(self, cause: Cause, gpu: "array[int]", host: "array[int]", ticket: "Suspended | None" = None) -> None:
         self.cause = cause
         self.gpu = gpu
         self.host = host
+        self.ticket = ticket
         self.job: Job | None = None
         self.leases: list[Lease] = []
 
@@ -43,16 +47,50 @@ class Copy:
         return f"Copy({self.cause}, {len(self.gpu)} pages)"
 
 
+class Suspended:
+    """A preempted request: which of its pages wait in host memory.  Made by `TieredCache.suspend`.
+
+    kv_len: positions that held committed KV.   slots: page index to suspension page, for the pages that were copied.
+    ready: the copies are over, and it can be resumed.   lost: they failed: resume finds the index's pages only.
+    """
+
+    def __init__(self, lease: Lease, kv_len: int, slots: dict[int, int]) -> None:
+        self.kv_len = kv_len
+        self.slots = slots
+        self.identity = lease.identity
+        self.media = lease.media
+        self.storable = lease.storable
+        self.store = lease.store
+        self.epoch = lease.epoch
+        self.ready = not slots
+        self.lost = False
+        self.live = True
+
+    def __repr__(self) -> str:
+        return f"Suspended({self.kv_len} positions, {len(self.slots)} pages)"
+
+
 class Traffic:
     """The copies of one cache.
 
-    tree: the run tree, with a host tier.   manager: makes the copies.
+    tree: the run tree, with a host tier (of 0 pages, maybe).   manager: makes the copies.
+    parking: the ledger of the pages for suspended requests; their ids in the host pool begin at `parking_first`.
     end: ends a lease and releases its pages; given by the cache.
     """
 
-    def __init__(self, tree: RunTree, manager: TransferManager, end: Callable[[Lease], None]) -> None:
+    def __init__(
+        self,
+        tree: RunTree,
+        manager: TransferManager,
+        parking: Ledger,
+        parking_first: int,
+        end: Callable[[Lease], None],
+    ) -> None:
         assert tree.host is not None
         self.fence: After = NO_WAIT
+        self.parking = parking
+        self.suspended: set[Suspended] = set()
+        self._parking_first = parking_first
         self._tree = tree
         self._gpu: Ledger = tree.gpu.ledger
         self._tier: TierMap = tree.host
@@ -197,6 +235,64 @@ class Traffic:
             if not pages:
                 self._promoted.popleft()
 
+    # ------------------------------------------------------------------ suspended requests
+
+    def suspend(self, ticket: Suspended, gpu: "array[int]") -> bool:
+        """Starts to copy pages, in the order of `ticket.slots`, into suspension pages; False when that is refused.
+
+        The caller seals those that are OPEN, and then lets the copy hold them (`hold_sources`).
+        """
+        if len(gpu) > self.parking.free:
+            return False
+        copy = Copy("suspend", gpu, array("i"), ticket)
+        copy.host = self.parking.open(len(gpu), copy)
+        if not self._submit(copy):
+            self.parking.release(copy.host, copy)
+            return False
+        self.parking.load(copy.host)
+        self.parking.retain(copy.host, ticket)
+        ticket.slots = dict(zip(ticket.slots, copy.host, strict=True))
+        self.suspended.add(ticket)
+        return True
+
+    def hold_sources(self, ticket: Suspended) -> None:
+        """The copy that suspends a request becomes an owner of its sources, before the lease lets go of them."""
+        for copy in self._copies.values():
+            if copy.ticket is ticket:
+                self._gpu.retain(copy.gpu, copy)
+
+    def resume(self, ticket: Suspended, slots: "array[int]", gpu: "array[int]", lease: Lease) -> bool:
+        """Starts to bring suspension pages back into OPEN pages of `lease`; False when that is refused."""
+        copy = Copy("resume", gpu, slots, ticket)
+        if not self._submit(copy):
+            return False
+        self._gpu.load(gpu)
+        self._gpu.retain(gpu, copy)
+        self.parking.retain(slots, copy)
+        self.wait(lease, copy)
+        return True
+
+    def forget_suspended(self, ticket: Suspended) -> None:
+        """The ticket lets go of its pages: it was resumed, or will never be."""
+        ticket.live = False
+        if ticket in self.suspended:
+            self.suspended.remove(ticket)
+            self.parking.release(array("i", ticket.slots.values()), ticket)
+
+    def _suspended(self, copy: Copy, ok: bool) -> None:
+        assert copy.ticket is not None
+        copy.ticket.ready, copy.ticket.lost = True, not ok
+        self.parking.land(copy.host, copy)  # a lost ticket's pages are never read
+        self._gpu.release(copy.gpu, copy)
+        self._offer(self._tree.gpu, copy.gpu)
+
+    def _resumed(self, copy: Copy, ok: bool) -> None:
+        for lease in list(copy.leases) if not ok else ():
+            self._revoke(lease)
+        self._let_go(copy)
+        self._gpu.hand_over(copy.gpu, copy)
+        self.parking.release(copy.host, copy)
+
     # ------------------------------------------------------------------ ends
 
     def apply(self, done: Completion) -> None:
@@ -206,7 +302,11 @@ class Traffic:
             self._overdue(copy)
             return
         del self._copies[done.job]
-        if DIRECTION_OF[copy.cause] == "h2d":
+        if copy.cause == "suspend":
+            self._suspended(copy, done.ok)
+        elif copy.cause == "resume":
+            self._resumed(copy, done.ok)
+        elif copy.cause == "promote":
             self._loads -= 1
             self._load_of[as_index(copy.gpu)] = None
             if done.ok:
@@ -236,7 +336,7 @@ class Traffic:
         if place is not None:
             self._tree.cut(place.run, place.depth - 1)
         self._let_go(copy)
-        self._gpu.fail(copy.gpu, copy)
+        self._gpu.hand_over(copy.gpu, copy)
         self._host.release(copy.host, copy)
         self._offer(self._tier, copy.host)
 
@@ -255,10 +355,10 @@ class Traffic:
             for page in copy.host:
                 if self._host.kept(page):
                     self._tree.lose_host(page)
-            self._host.fail(copy.host, copy)
+            self._host.hand_over(copy.host, copy)
         draining = array("i", (p for p in copy.gpu if self._gpu.state(p) is State.DRAINING))
         resting = array("i", (p for p in copy.gpu if self._gpu.state(p) is not State.DRAINING))
-        self._gpu.drained(draining, copy)
+        self._gpu.hand_over(draining, copy)
         self._gpu.release(resting, copy)
         self._let_go(copy)
         self._offer(self._tree.gpu, resting)
@@ -268,7 +368,9 @@ class Traffic:
         """Releases those who wait.  The copy may still move bytes, so it keeps its pages until it is over."""
         for lease in list(copy.leases):
             self._revoke(lease)
-        if DIRECTION_OF[copy.cause] == "h2d":
+        if copy.ticket is not None:
+            copy.ticket.ready = copy.ticket.lost = True
+        elif copy.cause == "promote":
             place = self._tree.place(copy.gpu[0])
             if place is not None:
                 self._tree.cut(place.run, place.depth - 1)
@@ -315,15 +417,17 @@ class Traffic:
 
     def _submit(self, copy: Copy) -> bool:
         load = DIRECTION_OF[copy.cause] == "h2d"
-        sources, targets = (copy.host, copy.gpu) if load else (copy.gpu, copy.host)
-        source, target = (self._host, self._gpu) if load else (self._gpu, self._host)
+        parked = copy.ticket is not None
+        host = array("i", (p + self._parking_first for p in copy.host)) if parked else copy.host
+        generations = (self.parking if parked else self._host).generations(copy.host)
+        ours = self._gpu.generations(copy.gpu)
         plan = Plan(
-            direction="h2d" if load else "d2h",
+            direction=DIRECTION_OF[copy.cause],
             cause=copy.cause,
-            sources=sources,
-            targets=targets,
-            source_generations=source.generations(sources),
-            target_generations=target.generations(targets),
+            sources=host if load else copy.gpu,
+            targets=copy.gpu if load else host,
+            source_generations=generations if load else ours,
+            target_generations=ours if load else generations,
         )
         copy.job = self._manager.submit(plan, after=self.fence)
         if copy.job is None:

@@ -26,6 +26,9 @@ from kvkeep.errors import BadInput, InvariantViolation
 #: `bytes`, `bytearray` and unsigned-byte views are read as native int32.
 TokenIds = Any
 
+#: Token ids as kvkeep keeps them.
+Int32s = npt.NDArray[np.int32]
+
 #: 64-bit hash of a buffer under a 64-bit seed.  Tests put narrow or constant ones here.
 Hash64 = Callable[[Any, int], int]
 

@@ -4,8 +4,8 @@ Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
 
     FREE --open--> OPEN --seal--> READY --release/drop--> FREE (last owner left)
     READY whose only owner is the index --recycle--> OPEN (of the request that needs room)
-    OPEN --load--> LOADING --land--> READY      a copy writes it; when that fails: --reopen--> OPEN, or FREE
-    READY --drain--> DRAINING --drained--> OPEN a copy still reads it, one heir waits for it
+    OPEN --load--> LOADING --land--> READY              a copy writes it; if that fails --hand_over--> OPEN, or FREE
+    READY --drain--> DRAINING --hand_over--> OPEN, or FREE   a copy still reads it, and one heir waits for it
 
 Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
 the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
@@ -276,17 +276,21 @@ class Ledger:
         self._set_state(pages, _READY)
         return self.release(pages, copy)
 
-    def fail(self, pages: "array[int]", copy: object) -> int:
-        """The copy into LOADING pages is over and brought nothing: the index owns none of them by now.
+    def hand_over(self, pages: "array[int]", copy: object) -> int:
+        """A copy into LOADING, or out of DRAINING, pages is over; the index owns none of them by now.
 
-        A page with one holder left becomes OPEN, its own; one without becomes FREE.  Returns how many did.
+        A page with one holder left becomes its OPEN page, one without becomes FREE.  Returns how many did.
         """
-        self._expect(pages, _LOADING, "failed")
+        before = self._states_np.take(as_index(pages))
+        bad = (before != _LOADING) & (before != _DRAINING)
+        if np.count_nonzero(bad):
+            raise self._broken("handed over", pages[int(bad.argmax())])
         for p in pages:
             if self._words[p] not in (2, 4):
-                raise self._broken("failed with more than one heir", p)
+                raise self._broken("handed over to more than one", p)
         freed = self.release(pages, copy)
-        self._set_state(array("i", (p for p in pages if self._states[p] == _LOADING)), _OPEN)
+        if freed < len(pages):
+            self._set_state(array("i", (p for p in pages if self._words[p])), _OPEN)
         return freed
 
     def drain(self, pages: "array[int]", heir: object) -> None:
@@ -298,13 +302,6 @@ class Ledger:
             self._words[p] = 4
             self._generations[p] += 1
         self._set_state(pages, _DRAINING)
-
-    def drained(self, pages: "array[int]", copy: object) -> int:
-        """DRAINING -> the heir's OPEN, or FREE when it has left: `copy` has read them.  Returns how many are FREE."""
-        self._expect(pages, _DRAINING, "handed over")
-        freed = self.release(pages, copy)
-        self._set_state(array("i", (p for p in pages if self._states[p] == _DRAINING)), _OPEN)
-        return freed
 
     def _expect(self, pages: "array[int]", state: int, what: str) -> None:
         bad = self._states_np.take(as_index(pages)) != state

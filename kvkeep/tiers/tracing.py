@@ -70,9 +70,9 @@ class TracingLedger(Ledger):
         self._distinct(pages)
         return super().land(pages, copy)
 
-    def fail(self, pages: "array[int]", copy: object) -> int:
+    def hand_over(self, pages: "array[int]", copy: object) -> int:
         self._distinct(pages)
-        return super().fail(pages, copy)
+        return super().hand_over(pages, copy)
 
     def drain(self, pages: "array[int]", heir: object) -> None:
         self._distinct(pages)
