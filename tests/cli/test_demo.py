@@ -76,16 +76,17 @@ def test_ctrl_c_leaves_a_clean_terminal_and_what_was_measured(kvkeep_environment
         env={**kvkeep_environment, "TERM": "xterm"},
     )
     os.close(theirs)
-    shown, deadline_s = "", time.monotonic() + 200
-    while "task12" not in shown:  # the second turn is in the table
-        assert time.monotonic() < deadline_s and process.poll() is None, shown
-        shown += os.read(ours, 65536).decode()
+    raw, deadline_s = b"", time.monotonic() + 200
+    while b"task12" not in raw:  # the second turn is in the table
+        assert time.monotonic() < deadline_s and process.poll() is None, raw.decode(errors="replace")
+        raw += os.read(ours, 65536)
     process.send_signal(signal.SIGINT)
     try:
         while chunk := os.read(ours, 65536):
-            shown += chunk.decode()
+            raw += chunk
     except OSError:  # the other end has closed
         pass
+    shown = raw.decode()
     os.close(ours)
     assert 130 == process.wait(timeout=60)
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor stayed hidden"

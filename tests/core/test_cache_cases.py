@@ -190,6 +190,24 @@ def test_a_loser_stores_its_pages_when_the_winners_have_left() -> None:
     assert 4 == matched(cache, [1] * 5)
 
 
+def test_a_page_that_changed_hands_ends_no_path() -> None:
+    """A request whose path ended at another's page does not go on behind that page when it holds another content."""
+    cache = make_cache(7)
+    winner, loser = cache.admit([1] * 3), cache.admit([1] * 5)
+    cache.seal(winner, 2)
+    cache.seal(loser, 2)
+    page = winner.pages[0]
+    cache.finish(winner, 2)
+    other = cache.admit([2] * 8)
+    assert page == other.pages[0]
+    cache.seal(other, 2)
+    cache.seal(loser, 4)
+    cache.check_invariants()
+    cache.abort(other)
+    cache.finish(loser, 4)
+    assert (2, 4) == (matched(cache, [2, 2, 1, 1, 1]), matched(cache, [1] * 5))
+
+
 # ---------------------------------------------------------------------- room
 
 

@@ -116,6 +116,8 @@ def test_row_4_what_has_no_digest_is_not_cached_nor_what_follows() -> None:
     store(cache, PROMPT, media=picture(None, offset=6, length=2))
     assert 4 == matched(cache, PROMPT, media=picture(None, offset=6, length=2))
     assert (4, 1) == (matched(cache, PROMPT), cache.stats().pages_cached)
+    store(cache, PROMPT)
+    assert 4 == matched(cache, PROMPT, media=picture(None, offset=6, length=2))
 
 
 def test_row_5_preprocessing_is_part_of_the_digest() -> None:
