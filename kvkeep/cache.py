@@ -167,7 +167,6 @@ class TieredCache:
         pages, below, name = self._match(identity, ids.data.cast("B"), limit, media)
         on_gpu = len(pages)
         check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
-        self._numbered += 1
         number = self._numbered
         self._ledger.retain(pages, number)
         load = self._traffic.begin_load(below) if self._traffic is not None and below else None
@@ -197,6 +196,7 @@ class TieredCache:
             for copy in drains.copies:
                 self._traffic.wait(lease, copy)
         self._leases[number] = lease
+        self._numbered += 1
         return lease
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:

@@ -26,8 +26,8 @@ class Lease:
     """
 
     __slots__ = (
-        "base", "base_name", "copies", "epoch", "holes", "identity", "kv_len", "length", "live", "matched_len", "media", "names",
-        "number", "pages", "path", "revoked", "storable", "store", "stored", "tokens", "twins",
+        "base", "base_name", "copies", "epoch", "holes", "identity", "kv_len", "length", "live", "matched_len", "media",
+        "names", "number", "pages", "path", "revoked", "storable", "store", "stored", "tokens", "twins",
     )  # fmt: skip
 
     def __init__(
