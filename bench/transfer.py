@@ -1,0 +1,162 @@
+"""kvkeep bench transfer: copies through the host backend against plain memcpy of the same run; the manager's own cost.
+
+Must not know how a case measures what it measures.
+
+    kvkeep bench transfer [--quick] [--rounds N] [--threads N] [--json FILE]
+
+The report is ok when every limit is reached; README.md beside this file says what each figure means.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench import _copies as cases
+from bench._measure import Case, Measured, measure, row, table
+from kvkeep.benching import median, summary
+from kvkeep.cli import Parser
+from kvkeep.report import JsonValue, Metric, Report
+from kvkeep.transfer.plan import Cause
+
+MIB = 2**20
+FLOOR = "floor_memcpy_gbps"
+CHUNKS_MIB = (0.25, 1, 4, 16, 64)
+WHOLE_PAGES_RATIO = 0.85
+PIECES_RATIO = 0.75
+RATES = {
+    "h2d_gbps": ("pages of 16 MiB in one piece, to the model's pool", WHOLE_PAGES_RATIO),
+    "d2h_gbps": ("the same, to host memory", WHOLE_PAGES_RATIO),
+    "both_gbps": ("both directions at once, together", None),
+    "pieces_h2d_gbps": ("pages of 64 pieces of 256 KiB, to the model's pool", PIECES_RATIO),
+    "pieces_d2h_gbps": ("the same, to host memory", PIECES_RATIO),
+    "h2d_beside_python_gbps": ("pages of one piece while another thread holds the interpreter", None),
+    "pieces_h2d_beside_python_gbps": ("pages of 64 pieces, the same", None),
+}
+MANAGER = {
+    "manager_us_per_page_64": (64, 3.0),
+    "manager_us_per_page_1000": (1000, 0.3),
+    "manager_us_plan_of_one": (1, 100.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured: rounds of each case, copies of whole pools a round, pages a pool, plans a round."""
+
+    rounds: int
+    copies: int
+    pages: int
+    plans: int
+
+
+FULL = Sizes(rounds=7, copies=3, pages=32, plans=100)
+QUICK = Sizes(rounds=1, copies=1, pages=4, plans=20)
+
+
+def run(arguments: list[str]) -> Report:
+    """Measure everything once, print the table, return the report."""
+    options = _parse(arguments)
+    sizes = QUICK if options.quick else FULL
+    submits: dict[str, dict[str, list[float]]] = {name: {} for name in MANAGER}
+    every = [*_rate_cases(sizes, options.threads), *_manager_cases(sizes, submits)]
+    measured = measure(every, options.rounds or sizes.rounds)
+    plain = [entry for name, entry in measured.items() if name.startswith("memcpy")]
+    floor = max(plain, key=lambda entry: entry.median)
+    rows = [_rate_row(FLOOR, f"the best of plain memcpy: {floor.case.what}", floor, None)]
+    rows += [_rate_row(entry.case.name, entry.case.what, entry, None) for entry in plain]
+    for name, (what, ratio) in RATES.items():
+        rows.append(_rate_row(name, what, measured[name], None if ratio is None else (ratio, floor)))
+    rows += [row(measured[name], measured) for name in MANAGER]
+    rows += _submit_rows(submits)
+    metrics = {name: entry.metric() for name, entry in measured.items() if name in MANAGER}
+    metrics |= {name: _rate(measured[name]) for name in RATES}
+    metrics[FLOOR] = _rate(floor)
+    metrics["pieces_gbps"] = min(metrics["pieces_h2d_gbps"], metrics["pieces_d2h_gbps"], key=lambda m: m.value or 0.0)
+    metrics["threads"] = Metric(options.threads, "threads")
+    metrics["spin_us"] = summary([round(spin, 2) for entry in measured.values() for spin in entry.spins], "us")
+    for line in table(rows):
+        print(line)
+    missed = [str(entry["metric"]) for entry in rows if entry.get("reached") is False]
+    print(f"spin {metrics['spin_us'].value:.0f} us; limits missed: {', '.join(missed) or 'none'}")
+    return Report("bench transfer", not missed, metrics, rows)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="kvkeep bench transfer", allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean little")
+    parser.add_argument("--rounds", type=int, default=None, metavar="N", help="times that every case is run (7)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="copying threads, plain memcpy's too (2)")
+    options = parser.parse_args(arguments)
+    for name in ("rounds", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: it must be 1 or more")
+    return options
+
+
+def _rate_cases(sizes: Sizes, threads: int) -> Iterator[Case]:
+    whole = cases.Pools(sizes.pages, layer_major=False)
+    pieces = cases.Pools(sizes.pages, layer_major=True)
+    for chunk in CHUNKS_MIB:
+        sample = cases.plain_memcpy(whole, int(chunk * MIB), threads, sizes.copies)
+        yield Case(f"memcpy_{chunk:g}_mib_gbps", f"{threads} threads, {chunk:g} MiB a call", sample, unit="GB/s")
+    for name, (what, _) in RATES.items():
+        pools = pieces if name.startswith("pieces") else whole
+        causes: tuple[Cause, ...] = ("promote", "demote")
+        if "both" not in name:
+            causes = ("promote",) if "h2d" in name else ("demote",)
+        sample = cases.copies(pools, causes, threads, sizes.copies)
+        yield Case(name, what, cases.beside_python(sample) if "beside" in name else sample, unit="GB/s")
+
+
+def _manager_cases(sizes: Sizes, submits: dict[str, dict[str, list[float]]]) -> Iterator[Case]:
+    for name, (pages, limit) in MANAGER.items():
+        sample = cases.manager(pages, sizes.plans, submits[name])
+        what = f"plan, submit, start and end of a load of {pages} pages without bytes"
+        if pages == 1:
+            yield Case(name, what, sample, limit)
+        else:
+            yield Case(name, f"{what}, a page", _per_page(sample, pages), limit)
+
+
+def _per_page(sample: cases.Sample, pages: int) -> cases.Sample:
+    return lambda: [us / pages for us in sample()]
+
+
+def _rate(entry: Measured) -> Metric:
+    return Metric(round(entry.median, 2), "GB/s", samples=len(entry.samples))
+
+
+def _rate_row(name: str, what: str, entry: Measured, held: tuple[float, Measured] | None) -> dict[str, JsonValue]:
+    """More is better, so a row has its slowest sample instead of a p99."""
+    out: dict[str, JsonValue] = {
+        "metric": name,
+        "what": what,
+        "unit": "GB/s",
+        "median": round(entry.median, 2),
+        "slowest": round(min(entry.samples), 2),
+        "samples": len(entry.samples),
+        "spin_us": round(entry.spin, 1),
+    }
+    if held is not None:
+        ratio, floor = held
+        bound = ratio * floor.median
+        out |= {
+            "limit": f"{ratio} x {FLOOR}",
+            "bound": round(bound, 2),
+            "of_floor": round(entry.median / floor.median, 3),
+            "reached": entry.median >= bound,
+        }
+    return out
+
+
+def _submit_rows(submits: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, JsonValue]]:
+    for name, parts in submits.items():
+        pages = MANAGER[name][0]
+        yield {
+            "metric": f"submit_us_{pages}",
+            "what": f"plan and submit alone, {pages} pages: what a cache does under its lock",
+            "unit": "us",
+            "median": round(median(parts["submit"]), 2),
+            "samples": len(parts["submit"]),
+        }
