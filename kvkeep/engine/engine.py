@@ -72,7 +72,8 @@ class Engine:
 
     All methods are called from one thread.  `on_forward`, if set, is called for each request of a forward with the
     positions [start, end) it computed and, when a token follows from them, the logits [vocabulary] of the last one;
-    K and V of all positions below `end` are then in the request's pages (`read_kv`).
+    K and V of all positions below `end` are then in the request's pages (`read_kv`).  It must not raise: a step that it
+    leaves half done cannot be taken up again.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig = DEFAULTS) -> None:

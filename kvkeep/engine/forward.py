@@ -37,7 +37,7 @@ class Forward:
         self._workspace = Workspace(kv)
 
     def run(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Logits [wanted pieces, vocabulary], in the order of `pieces`.
+        """Logits [wanted pieces, vocabulary], in the order of `pieces`; no rows at all where none are wanted.
 
         One-row pieces that stand side by side are attended together; sorted by length they are fastest.
         """
@@ -61,6 +61,8 @@ class Forward:
                 use_cache=False,
                 step=step,
             ).last_hidden_state[0]
+            if not wanted:
+                return hidden[:0]
             rows = wanted + wanted[-1:] * (self._arithmetic.rows(len(wanted)) - len(wanted))
             logits: torch.Tensor = self._head(hidden[torch.tensor(rows, dtype=torch.long, device=device)])
             return logits[: len(wanted)]
