@@ -13,6 +13,7 @@ from threading import Lock
 
 from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
+from kvkeep.costs import Costs
 from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, LruOrder, Tier
@@ -52,9 +53,6 @@ ORDERS: dict[str, type[LruOrder]] = {"lru": LruOrder}
 
 #: Identities remembered between admissions; beyond it they are made again (about 2 us).
 IDENTITIES_MAX = 4096
-
-#: The coldest pages of the GPU pool that are kept copied down, and may leave in another order: a sixteenth of the pool.
-WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
 
 
 class TieredCache:
@@ -103,15 +101,14 @@ class TieredCache:
         self._host: TierMap | None = None
         self._traffic: Traffic | None = None
         self._transfers = transfers
-        self._window = min(max(pool.pages // 16, WINDOW_PAGES_MIN), WINDOW_PAGES_MAX)
         if host is not None and host.pages and transfers is not None:
             self._host = TierMap(host_ledger or Ledger(host.tier_pages), ORDERS[config.eviction](Tier.HOST))
         self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
         if host is not None and host.pages and transfers is not None:
             parking = parking_ledger or Ledger(host.suspend_pages)
-            self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, self._end)
+            self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, Costs(config.page_size), self._end)
         self._leases: dict[int, Lease] = {}
-        self._room = Room(self._ledger, self._tree, self._leases, self._traffic, self._window)
+        self._room = Room(self._ledger, self._tree, self._leases, self._traffic)
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._numbered = 0
         self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = self._matched_host_tokens = 0
@@ -372,10 +369,15 @@ class TieredCache:
         with self._lock:
             for completion in done:
                 self._traffic.apply(completion)
-            if self._ledger.free < self._window:
-                self._traffic.clean(self._window)
+            if self._ledger.free < self._room.window:
+                self._traffic.clean(self._room.window)
         self._transfers.start()
         return len(done)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Tells what computing `tokens` positions took, so that pages are loaded only where that is faster."""
+        if self._traffic is not None:
+            self._traffic.costs.prefilled(tokens, seconds)
 
     def fence(self, event: After) -> None:
         """Copies made from now on begin when `event` is done: it was recorded after the last write to any page so far.
@@ -465,7 +467,7 @@ class TieredCache:
     def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> Match:
         """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item."""
         found = self._tree.match(identity, raw, limit, media)
-        below = self._traffic.loadable(found.host) if self._traffic is not None else found.host
+        below = self._traffic.loadable(found.host) if self._traffic is not None and found.host else found.host
         if media is not None:
             on_gpu = len(found.pages)
             whole = cut_before_split_item(on_gpu + len(below), self._page_size, media)

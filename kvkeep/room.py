@@ -17,6 +17,11 @@ from kvkeep.tiers.ledger import Ledger
 from kvkeep.traffic import Copy, Traffic, clean_tail, dirty_tail
 
 
+#: The coldest pages of the GPU pool that are kept copied down, and may leave in another order: a sixteenth of the pool,
+#: so that an admission of that size finds clean pages, within bounds that keep a round of cleaning short.
+WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
+
+
 class Drains:
     """What a request that can wait has got of pages that copies still read: at most `count_max`."""
 
@@ -40,14 +45,12 @@ class Room:
     pages_lost: of those, the ones whose last copy that was.
     """
 
-    def __init__(
-        self, ledger: Ledger, tree: RunTree, leases: Mapping[int, Lease], traffic: Traffic | None, window: int
-    ) -> None:
+    def __init__(self, ledger: Ledger, tree: RunTree, leases: Mapping[int, Lease], traffic: Traffic | None) -> None:
         self._ledger = ledger
         self._tree = tree
         self._leases = leases
         self._traffic = traffic
-        self._window = window
+        self.window = min(max(ledger.total // 16, WINDOW_PAGES_MIN), WINDOW_PAGES_MAX)
         self.pages_evicted = 0
         self.pages_demoted = 0
         self.pages_lost = 0
@@ -139,7 +142,7 @@ class Room:
     def _clean_in_window(self, count: int) -> tuple[Run, int] | None:
         """The coldest idle tail with host copies in the window: its run, and how many pages of it, `count` at most."""
         tree, order = self._tree, self._tree.gpu.order
-        left, seen, found = self._window, [], None
+        left, seen, found = self.window, [], None
         while left > 0 and found is None and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)

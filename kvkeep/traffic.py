@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.costs import Costs
 from kvkeep.index.run import NOWHERE, Run
 from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
@@ -75,7 +76,7 @@ class Traffic:
 
     tree: the run tree, with a host tier (of 0 pages, maybe).   manager: makes the copies.
     parking: the ledger of the pages for suspended requests; their ids in the host pool begin at `parking_first`.
-    end: ends a lease and releases its pages; given by the cache.
+    costs: what loading and computing take.   end: ends a lease and releases its pages; given by the cache.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Traffic:
         manager: TransferManager,
         parking: Ledger,
         parking_first: int,
+        costs: Costs,
         end: Callable[[Lease], None],
     ) -> None:
         assert tree.host is not None
@@ -100,17 +102,20 @@ class Traffic:
         self._copies: dict[Job, Copy] = {}
         self._load_of: npt.NDArray[Any] = np.empty(self._gpu.total, dtype=object)  # the load that brings a page
         self._loads = 0
+        self.costs = costs
+        self.loads_declined = 0  # admissions that computed pages which host memory had
         # Host copies of pages that were promoted, oldest first: places to take before anything is lost.
         self._promoted: deque[tuple[array[int], array[int]]] = deque()
 
     # ------------------------------------------------------------------ loads
 
     def loadable(self, host: "array[int]") -> "array[int]":
-        """The leading pages of `host` whose bytes are there."""
-        for i, page in enumerate(host):
-            if self._host.state(page) is not State.READY:
-                return host[:i]
-        return host
+        """The leading pages of `host` whose bytes are there, if loading them is faster than computing them again."""
+        host = host[: self._host.ready_head(host)]
+        if self.costs.worth_loading(len(host), self._manager.stats().queues.load_pages if self._loads else 0):
+            return host
+        self.loads_declined += 1
+        return host[:0]
 
     def begin_load(self, host: "array[int]") -> Copy:
         """Pins the sources of a load, so that making room for its targets cannot take them."""
@@ -310,6 +315,7 @@ class Traffic:
             self._loads -= 1
             self._load_of[as_index(copy.gpu)] = None
             if done.ok:
+                self.costs.loaded(len(copy.gpu), done.copy_ns / 1e9)
                 self._landed(copy)
             else:
                 self._failed_load(copy)

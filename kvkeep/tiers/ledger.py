@@ -116,6 +116,11 @@ class Ledger:
             return count_max
         return count_max - 1 - int((tail != 1).nonzero()[0][-1])
 
+    def ready_head(self, pages: "array[int]") -> int:
+        """How many of `pages`, from the start up to the first that is not, are READY."""
+        late = (self._states_np.take(as_index(pages)) != _READY).nonzero()[0]
+        return int(late[0]) if len(late) else len(pages)
+
     # ------------------------------------------------------------------ changes
 
     def open(self, count: int, owner: object) -> "array[int]":
