@@ -1,0 +1,262 @@
+"""Planted bugs in the life of a request and how room is made.
+
+Must not hold anything but data: see `bugs` for what an entry is.
+"""
+
+from tests.planted.bug import Bug
+
+LEASE = "kvkeep/lease.py"
+STORING = "kvkeep/storing.py"
+ROOM = "kvkeep/room.py"
+CACHE = "kvkeep/cache.py"
+
+CASES = "tests/core/test_cache_cases.py::"
+ROWS = "tests/core/test_invariants_rows.py::"
+NAIVE_CACHE = "tests/core/test_cache.py::test_a_cache_equals_the_naive_one[CacheMachine]"
+
+BUGS: tuple[Bug, ...] = (
+    # The cache: the life of a request.
+    Bug(
+        "cache-matches-the-whole-prompt",
+        CACHE,
+        "limit = (length - 1) // self._page_size if reuse else 0",
+        "limit = length // self._page_size if reuse else 0",
+        (CASES + "test_one_token_of_a_prompt_is_left_to_compute",),
+    ),
+    Bug(
+        "cache-matches-what-has-no-digest",
+        CACHE,
+        "limit = min(limit, storable)",
+        "limit = max(limit, storable)",
+        (ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",),
+    ),
+    Bug(
+        "cache-match-is-not-pinned",
+        CACHE,
+        """            self._ledger.retain(pages, number)
+""",
+        "",
+        (CASES + "test_matched_pages_are_pinned_before_room_is_made",),
+    ),
+    Bug(
+        "cache-refusal-leaves-pins",
+        CACHE,
+        """                self._ledger.release(pages, number)
+""",
+        "",
+        (
+            CASES + "test_a_refusal_changes_nothing_and_carries_its_numbers",
+            ROWS + "test_row_44_nothing_stays_pinned_on_any_way_out",
+        ),
+    ),
+    Bug(
+        "cache-refusal-is-counted-as-a-prompt",
+        CACHE,
+        "number = self._admissions",
+        "number, self._prompt_tokens = self._admissions, self._prompt_tokens + length",
+        (ROWS + "test_row_56_tokens_are_counted_once_an_admission",),
+    ),
+    Bug(
+        "cache-extend-forgets-the-room",
+        CACHE,
+        "need = -(-(length + room) // self._page_size) - len(lease.pages)",
+        "need = -(-length // self._page_size) - len(lease.pages)",
+        (NAIVE_CACHE,),
+    ),
+    Bug(
+        "cache-seals-the-token-without-kv",
+        STORING,
+        "first, last = lease.sealed, lease.kv_len // self._page_size",
+        "first, last = lease.sealed, (lease.kv_len + 1) // self._page_size",
+        (CASES + "test_a_session_that_ends_on_a_page_boundary_does_not_store_its_last_page",),
+    ),
+    Bug(
+        "cache-seals-a-page-in-part",
+        STORING,
+        "first, last = lease.sealed, lease.kv_len // self._page_size",
+        "first, last = lease.sealed, -(-lease.kv_len // self._page_size)",
+        (ROWS + "test_row_17_a_page_that_was_computed_in_part_is_never_exposed",),
+    ),
+    Bug(
+        "cache-shows-pages-before-the-end",
+        CACHE,
+        "if self._store_at_seal:",
+        "if self._lock:",
+        (CASES + "test_pages_are_visible_when_they_fill_or_when_their_request_ends",),
+    ),
+    Bug(
+        "cache-stores-what-has-no-digest",
+        STORING,
+        "last = lease.sealed if lease.storable is None else min(lease.sealed, lease.storable)",
+        "last = lease.sealed",
+        (ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",),
+    ),
+    Bug(
+        "cache-stores-against-the-callers-will",
+        STORING,
+        "if last <= lease.stored or not lease.store or lease.epoch != self.epoch:",
+        "if last <= lease.stored or lease.epoch != self.epoch:",
+        (CASES + "test_reuse_and_store_can_be_declined",),
+    ),
+    Bug(
+        "cache-stores-from-before-a-reset",
+        STORING,
+        "if last <= lease.stored or not lease.store or lease.epoch != self.epoch:",
+        "if last <= lease.stored or not lease.store:",
+        (
+            CASES + "test_reset_forgets_everything_and_says_what_is_still_held",
+            ROWS + "test_row_14_new_weights_make_every_old_page_unmatchable_at_once",
+        ),
+    ),
+    Bug(
+        "cache-path-through-a-page-that-changed-hands",
+        STORING,
+        "return self._tree.place(page) if self._ledger.generation(page) == generation else None",
+        "return self._tree.place(page) if generation >= 0 else None",
+        (CASES + "test_a_page_that_changed_hands_ends_no_path",),
+    ),
+    Bug(
+        "cache-loser-forgets-its-pages",
+        STORING,
+        "if self.store(lease):",
+        "if lease.store:",
+        (CASES + "test_a_loser_stores_its_pages_when_the_winners_have_left",),
+    ),
+    Bug(
+        "cache-reader-does-not-warm",
+        CACHE,
+        "self._storing.touch(lease)",
+        "pass",
+        (CASES + "test_reuse_and_store_can_be_declined",),
+    ),
+    Bug(
+        "cache-ended-lease-lives-on",
+        CACHE,
+        """        lease.live = False
+""",
+        "",
+        (CASES + "test_an_ended_request_cannot_be_used",),
+    ),
+    Bug("cache-tail-is-not-offered", CACHE, "self._tree.offer(page)", "pass", (NAIVE_CACHE,)),
+    Bug(
+        "cache-match-ends-inside-an-item",
+        CACHE,
+        "if whole < on_gpu:",
+        "if whole < 0:",
+        (ROWS + "test_a_match_does_not_end_inside_an_item_that_looks_ahead",),
+    ),
+    Bug(
+        "cache-new-weights-under-the-old-identity",
+        CACHE,
+        """            self._fingerprint = new
+            self._identities.clear()
+""",
+        """            self._fingerprint = new
+""",
+        (ROWS + "test_row_12_label_and_fingerprint_separate_as_well", NAIVE_CACHE),
+    ),
+    Bug(
+        "cache-reset-keeps-the-epoch",
+        CACHE,
+        """        self._storing.epoch += 1
+""",
+        "",
+        (ROWS + "test_row_14_new_weights_make_every_old_page_unmatchable_at_once",),
+    ),
+    Bug(
+        "truncate-writes-into-a-sealed-page",
+        CACHE,
+        "replace = part and full < lease.sealed",
+        "replace = part and full < lease.sealed - 1",
+        (CASES + "test_truncate_never_rewrites_a_sealed_page",),
+    ),
+    Bug(
+        "truncate-changes-before-it-refuses",
+        CACHE,
+        "if replace and not self._could_free(gone):",
+        "if not gone and not self._could_free(gone):",
+        (CASES + "test_truncate_without_a_page_for_the_copy_changes_nothing",),
+    ),
+    Bug(
+        "truncate-keeps-the-media",
+        STORING,
+        "lease.media, cut = media_before(lease.media, length)",
+        "_, cut = media_before(lease.media, length)",
+        (CASES + "test_media_that_was_rolled_back_names_nothing",),
+    ),
+    Bug(
+        "truncate-keeps-the-path",
+        STORING,
+        "lease.path = None if page is None else self.page_id(page)",
+        "pass",
+        (NAIVE_CACHE,),
+    ),
+    Bug(
+        "truncate-keeps-the-twins",
+        STORING,
+        """        lease.twins = [d for d in lease.twins if d < full]
+""",
+        "",
+        (NAIVE_CACHE,),
+    ),
+    Bug(
+        "truncate-keeps-the-names",
+        STORING,
+        "del lease.names[max(full - lease.base, 0) :]",
+        "del lease.names[full:]",
+        (NAIVE_CACHE,),
+    ),
+    Bug(
+        "lease-counts-pages-from-zero",
+        LEASE,
+        "return memoryview(self.tokens)[(first - self.base) * nbytes : (last - self.base) * nbytes]",
+        "return memoryview(self.tokens)[first * nbytes : last * nbytes]",
+        (NAIVE_CACHE,),
+    ),
+    # Room.
+    Bug(
+        "room-drops-before-it-refuses",
+        ROOM,
+        "if short > ledger.idle:",
+        "if short > ledger.total:",
+        (CASES + "test_a_refusal_changes_nothing_and_carries_its_numbers",),
+    ),
+    Bug(
+        "room-drops-more-than-is-short",
+        ROOM,
+        "pages = self._tree.evict(short)",
+        "pages = self._tree.evict(count)",
+        (CASES + "test_only_the_coldest_tails_leave_and_only_as_many_as_are_short",),
+    ),
+    Bug(
+        "room-twins-do-not-give-way",
+        ROOM,
+        "self._swap_twins(rest)",
+        "pass",
+        (CASES + "test_a_loser_goes_on_until_the_pool_is_full",),
+    ),
+    Bug(
+        "room-twins-of-one-request-only",
+        ROOM,
+        """            if ledger.free >= free_min:
+                return""",
+        """            if lease.number >= 0 and ledger.free:
+                return""",
+        (CASES + "test_twins_of_two_requests_give_way_when_one_does_not_suffice",),
+    ),
+    Bug("room-takes-a-twin-that-is-read", ROOM, "if ledger.is_idle(other):", "if ledger.kept(other):", (NAIVE_CACHE,)),
+    Bug(
+        "room-path-through-the-twin-that-left",
+        ROOM,
+        "lease.path = (own, ledger.generation(own))",
+        "pass",
+        (NAIVE_CACHE,),
+    ),
+    Bug(
+        "room-cold-pages-counted-as-free",
+        ROOM,
+        "short = count - ledger.free",
+        "short = count - ledger.free - ledger.idle",
+        (NAIVE_CACHE,),
+    ),
+)
