@@ -16,7 +16,6 @@ from kvkeep.lease import Lease
 from kvkeep.tiers.ledger import Ledger
 from kvkeep.traffic import Copy, Traffic, clean_tail, dirty_tail
 
-
 #: The coldest pages of the GPU pool that are kept copied down, and may leave in another order: a sixteenth of the pool,
 #: so that an admission of that size finds clean pages, within bounds that keep a round of cleaning short.
 WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
