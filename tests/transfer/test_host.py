@@ -18,8 +18,8 @@ from tests.transfer.pools import PAGES, host_memory, plan
 
 PATIENCE_S = 20.0
 
-#: Pages of a task each: a job of several pages is several tasks, whoever takes them.
-LARGE = PageLayout(layers=1, kv_heads=1, head_dim=1024, page_size=TASK_NBYTES // 4096 // 2, dtype="float16")
+#: A page is a task: a job of two pages is done by two threads.
+LARGE = PageLayout(layers=1, kv_heads=1, head_dim=1024, page_size=TASK_NBYTES // 4096, dtype="float16")
 
 
 class Watched:
@@ -67,23 +67,25 @@ def finish(backend: HostBackend, count: int) -> list[Outcome]:
 
 
 def test_one_bad_page_fails_its_whole_job(backends: list[HostBackend]):
-    """A job that is cut into tasks has failed when one of them has, whichever ends first and last."""
-    pages = 6
-    memory = [HostMemory(np.zeros((pages, LARGE.page_nbytes), dtype=np.uint8), LARGE) for _ in range(2)]
+    """A job that is cut into tasks has failed when one of them has, also when another ends well after that."""
+    memory = [HostMemory(np.zeros((2, LARGE.page_nbytes), dtype=np.uint8), LARGE) for _ in range(2)]
     backend = HostBackend(*memory, threads=2)
     backends.append(backend)
+    begun = threading.Event()
 
-    def refuse(page: int) -> None:
-        if page == bad:
+    def first_fails_while_second_copies(page: int) -> None:
+        if page == 0:
+            assert begun.wait(PATIENCE_S)
             raise OSError("a worn-out cell")
+        begun.set()
+        until = time.monotonic() + PATIENCE_S
+        while all(running.error is None for running in backend._running.values()):
+            assert time.monotonic() < until
 
-    bad = -1
-    watch(backend, refuse)
-    for number in range(pages):
-        bad = number
-        backend.launch(job(number, plan("promote", range(pages), range(pages))))
-        (outcome,) = finish(backend, 1)
-        assert "OSError: a worn-out cell" == outcome.error
+    watch(backend, first_fails_while_second_copies)
+    backend.launch(job(0, plan("promote", [0, 1], [0, 1])))
+    (outcome,) = finish(backend, 1)
+    assert "OSError: a worn-out cell" == outcome.error
 
 
 def test_loads_overtake_stores_that_no_thread_has_begun(backends: list[HostBackend]):

@@ -290,6 +290,20 @@ def test_queued_job_ends_at_its_deadline(manager: TransferManager, backend: Reco
     assert backend.device_bytes[4] == backend.device.page_bytes(4)
 
 
+def test_each_job_has_its_own_deadline(manager: TransferManager, backend: Recording, clock: Clock):
+    """When one has passed its deadline, those submitted later still reach theirs."""
+    jobs = []
+    for number in range(3):
+        clock.now = float(number)
+        jobs.append(submit(manager, "promote", number))
+    manager.poll()
+    for job in jobs:
+        backend.stick(job)
+    for number, job in enumerate(jobs):
+        clock.now = DEADLINE_S + number
+        assert [(job, False)] == [(said.job, said.final) for said in manager.poll()]
+
+
 def test_late_job_that_lands_in_time_is_not_overdue(manager: TransferManager, backend: Recording, clock: Clock):
     """What is over by the time of the poll is not reported overdue first."""
     job = submit(manager, "promote", 1)

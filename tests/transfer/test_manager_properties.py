@@ -15,7 +15,7 @@ from tests.transfer.pools import LAYOUT, fill_all, host_memory, plan
 PAGES = 24
 IN_FLIGHT_PAGES_MAX = 5
 QUEUE_PAGES_MAX = 7
-DEADLINE_S = 10.0
+DEADLINE_S = 3.0
 PAGE = LAYOUT.page_nbytes
 
 
@@ -237,11 +237,14 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.backend.jobs:
             self.backend.free(self.backend.jobs[choice % len(self.backend.jobs)])
 
-    @rule(seconds=st.sampled_from([1.0, 4.0, DEADLINE_S]))
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
+    @rule(seconds=st.sampled_from([1.0, 2.0]), times=st.integers(1, 4), polls=st.booleans())
+    def pass_time(self, seconds: float, times: int, polls: bool) -> None:
+        for _ in range(times):
+            self.now += seconds
+            if polls:
+                self.poll()
 
-    @precondition(lambda self: len(self.entries) > 12)
+    @precondition(lambda self: len(self.entries) > 4)
     @rule()
     def die(self) -> None:
         self.backend.die()
@@ -293,4 +296,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(settings.get_profile("ci"), max_examples=150, stateful_step_count=60)
+TestManager.settings = settings(stateful_step_count=60)
