@@ -319,6 +319,20 @@ def test_truncate_never_rewrites_a_sealed_page() -> None:
     assert [1.0, 2.0, 3.0, 40.0] == written.read(other, other.matched_len)
 
 
+def test_what_follows_a_roll_back_is_stored_where_it_was_cut() -> None:
+    """After other tokens came in place of those rolled back, both continuations are in the cache, and no mixture."""
+    cache = make_cache(16)
+    lease = cache.admit([1, 1, 2, 2, 3, 3, 4])
+    cache.seal(lease, 6)
+    cache.truncate(lease, 2)
+    cache.extend(lease, [5, 5, 6, 6, 7])
+    cache.finish(lease, 6)
+    hits = [
+        matched(cache, p) for p in ([1, 1, 2, 2, 3, 3, 0], [1, 1, 5, 5, 6, 6, 0], [1, 1, 2, 2, 3, 3, 5, 5, 6, 6, 0])
+    ]
+    assert [6, 6, 6] == hits
+
+
 def test_truncate_without_a_page_for_the_copy_changes_nothing() -> None:
     """When every page is held, rolling back into a sealed one is refused whole."""
     cache = make_cache(2)

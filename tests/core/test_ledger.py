@@ -76,21 +76,38 @@ class LedgerMachine(RuleBasedStateMachine):
 
     kind: type[Ledger] = Ledger
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(
+        held=st.integers(0, PAGES_TOTAL // 3),
+        idle=st.integers(0, PAGES_TOTAL // 3),
+        both=st.integers(0, PAGES_TOTAL // 3),
+    )
+    def begin(self, held: int, idle: int, both: int) -> None:
+        """A ledger where some pages are READY: held by a request, by the index, or by both."""
         self.ledger = self.kind(PAGES_TOTAL)
         self.pages = {p: NaivePage() for p in range(PAGES_TOTAL)}
+        for count, owners in ((held, ("a",)), (idle, (INDEX,)), (both, ("a", INDEX))):
+            pages = self.ledger.open(count, "a")
+            self.ledger.seal(pages, "a")
+            if INDEX in owners:
+                self.ledger.keep(pages)
+            if "a" not in owners:
+                self.ledger.release(pages, "a")
+            for p in pages:
+                self.pages[p].state = State.READY
+                self.pages[p].owners.update(owners)
 
     def those(self, which: Which) -> list[int]:
         return [p for p, page in self.pages.items() if which(page)]
 
     def some(self, data: st.DataObject, which: Which) -> "array[int]":
-        """A batch of distinct pages for which `which` holds, in any order; large ones as often as small ones."""
+        """A batch of distinct pages for which `which` holds, in one order or another; large ones as often as small."""
         fit = self.those(which)
         if not fit:
             return array("i")
-        count = data.draw(st.one_of(st.integers(1, len(fit)), st.just(len(fit))), label="pages")
-        return page_ids(data.draw(st.permutations(fit), label="order")[:count])
+        begin = data.draw(st.integers(0, len(fit) - 1), label="first of the batch")
+        count = data.draw(st.sampled_from([1, 2, 3, SCALAR_PAGES_MAX, SCALAR_PAGES_MAX + 1, len(fit)]), label="pages")
+        step = data.draw(st.sampled_from([1, -1]), label="step")
+        return page_ids((fit[begin:] + fit[:begin])[:count][::step])
 
     def lose(self, page: int, owner: str) -> None:
         naive = self.pages[page]
@@ -162,8 +179,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def idle_tail(self, data: st.DataObject) -> None:
-        order = page_ids(data.draw(st.permutations(range(PAGES_TOTAL)), label="order"))
-        count = data.draw(st.integers(0, PAGES_TOTAL), label="count")
+        order = self.some(data, lambda page: True) + self.some(data, idle)
+        count = data.draw(st.integers(0, len(order)), label="count")
         expected = 0
         while expected < count and idle(self.pages[order[-1 - expected]]):
             expected += 1

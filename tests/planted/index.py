@@ -149,14 +149,18 @@ BUGS: tuple[Bug, ...] = (
         (NAIVE_TREE,),
     ),
     Bug(
-        "run-split-gives-the-tail-the-heads-recency", RUN, "keep = j + (ends[j] > depth)", "keep = j + 1", (NAIVE_TREE,)
+        "run-split-gives-the-tail-the-heads-recency",
+        RUN,
+        "keep = j + (ends[j] > depth)",
+        "keep = j + 1",
+        (NAIVE_TREE, TREE_TESTS + "test_a_split_shares_out_recency_and_media"),
     ),
     Bug(
         "run-split-leaves-the-media-behind",
         RUN,
         "self.media = {d: m for d, m in self.media.items() if d >= depth} or None",
         "self.media = {d: m for d, m in self.media.items() if d > depth} or None",
-        (NAIVE_TREE,),
+        (NAIVE_TREE, TREE_TESTS + "test_a_split_shares_out_recency_and_media"),
     ),
     Bug(
         "run-touch-skips-what-ends-there",
@@ -193,7 +197,7 @@ BUGS: tuple[Bug, ...] = (
         RUNS,
         "found = self._child(run, last_name, raw, depth * page_nbytes, depth, limit - depth, media)",
         "found = self._child(run, last_name, raw, depth * page_nbytes, depth, limit, media)",
-        (NAIVE_TREE,),
+        (TREE_TESTS + "test_a_match_stops_at_its_limit_in_every_run",),
     ),
     Bug(
         "tree-split-does-not-rewrite-the-map",
@@ -249,7 +253,7 @@ BUGS: tuple[Bug, ...] = (
         RUNS,
         "if not self.gpu.ledger.is_idle(run.pages[-1]):",
         "if not self.gpu.ledger.kept(run.pages[-1]):",
-        (NAIVE_TREE,),
+        (TREE_TESTS + "test_a_page_that_is_held_stays_though_it_is_the_coldest",),
     ),
     Bug(
         "tree-parent-is-not-offered",
