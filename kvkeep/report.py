@@ -79,11 +79,11 @@ def check_writable(path: Path) -> None:
     """Raise BadInput unless a report can be written to `path`. Called before the work; leaves nothing."""
     target = Path(os.path.realpath(path))
     try:
-        if target.exists():
-            mode = target.stat().st_mode
+        if path.exists():
+            mode = path.stat().st_mode
             if stat.S_ISDIR(mode):
                 raise BadInput(f"--json {path}: is a directory; name a file in it, such as {path}/report.json")
-            if not os.access(target, os.W_OK):
+            if not os.access(path, os.W_OK):
                 raise BadInput(f"--json {path}: the file may not be written; change its mode or name another one")
             if not stat.S_ISREG(mode):
                 return
@@ -172,10 +172,10 @@ def _temporary_beside(target: Path) -> Path:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")  # a device or a pipe: there is nothing to replace
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a device or a pipe: there is nothing to replace
         return
+    target = Path(os.path.realpath(path))
     temporary = _temporary_beside(target)
     try:
         with temporary.open("x", encoding="utf-8") as file:

@@ -142,3 +142,14 @@ def test_a_command_that_was_stopped_early_says_so():
     report = interrupted("verify")
     assert not report.ok
     assert {"interrupted"} == set(report.metrics)
+
+
+def test_a_pipe_is_written_to(tmp_path: Path):
+    """`/dev/stdout` of a process whose output is a pipe takes the report: it has no place in a folder to replace."""
+    code = (
+        "from pathlib import Path; from kvkeep.report import check_writable, interrupted\n"
+        "check_writable(Path('/dev/stdout')); interrupted('demo').write(Path('/dev/stdout'))"
+    )
+    root = Path(__file__).parents[2]
+    got = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert "demo" == json.loads(got.stdout)["command"]

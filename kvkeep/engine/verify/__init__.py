@@ -6,7 +6,9 @@ same forwards over pages that were never dropped.
 
 import random
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from kvkeep.benching import median
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvkeep.engine.loader import LoadedModel
     from kvkeep.engine.verify.gate import Case, Findings, Judge
-    from kvkeep.engine.verify.scenarios import Sizes
+    from kvkeep.engine.verify.scenarios import Scenario, Sizes
 
 Mode = Literal["strict", "same-schedule"]
 
@@ -93,11 +95,20 @@ def _run(options: VerifyOptions, mode: Mode, console: "Console", findings: "Find
             return random_ids(rng, loaded, count)
 
         cases_max = options.cases if options.cases is not None else CASES_DEFAULT
-        running.run(scenarios.fixed_scenarios(sizes, draw), cases_max)
-        running.run(scenarios.random_scenarios(sizes, draw, rng), cases_max)
+        planned = chain(scenarios.fixed_scenarios(sizes, draw), scenarios.random_scenarios(sizes, draw, rng))
+        running.run(_announced(planned, console, findings), cases_max)
         if options.device == "cpu":
             status.update("what strict arithmetic costs")
             _measure_cost(loaded, sizes, draw(sizes.pages * sizes.page), costs)
+
+
+def _announced(planned: Iterable["Scenario"], console: "Console", findings: "Findings") -> Iterator["Scenario"]:
+    """The scenarios as they are asked for; the one before has been run by then, and its result is said."""
+    for scenario in planned:
+        compared, differ = len(findings.cases), findings.mismatches
+        yield scenario
+        compared, differ = len(findings.cases) - compared, findings.mismatches - differ
+        console.print(f"{scenario.name}: {compared} compared, {differ} differ", markup=False, soft_wrap=True)
 
 
 def _judge(mode: Mode, loaded: "LoadedModel", sizes: "Sizes") -> "Judge":
