@@ -340,7 +340,7 @@ class Traffic:
         for lease in [lease for lease in copy.leases if lease is not heir or place is None]:
             self._revoke(lease)
         if place is not None:
-            self._tree.cut(place.run, place.depth - 1)
+            self._tree.cut(place.run, place.depth - 1, "failed")
         self._let_go(copy)
         self._gpu.hand_over(copy.gpu, copy)
         self._host.release(copy.host, copy)
@@ -360,7 +360,7 @@ class Traffic:
         else:
             for page in copy.host:
                 if self._host.kept(page):
-                    self._tree.lose_host(page)
+                    self._tree.lose_host(page, "failed")
             self._host.hand_over(copy.host, copy)
         draining = array("i", (p for p in copy.gpu if self._gpu.state(p) is State.DRAINING))
         resting = array("i", (p for p in copy.gpu if self._gpu.state(p) is not State.DRAINING))
@@ -379,11 +379,11 @@ class Traffic:
         elif copy.cause == "promote":
             place = self._tree.place(copy.gpu[0])
             if place is not None:
-                self._tree.cut(place.run, place.depth - 1)
+                self._tree.cut(place.run, place.depth - 1, "failed")
         else:
             for page in copy.host:
                 if self._host.kept(page):
-                    self._tree.lose_host(page)
+                    self._tree.lose_host(page, "failed")
 
     def _revoke(self, lease: Lease) -> None:
         lease.revoked = True

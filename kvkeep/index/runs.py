@@ -19,6 +19,7 @@ from kvkeep.index.eviction import EvictionOrder
 from kvkeep.index.names import Hash64, Identity, PageMedia, hash64, page_name
 from kvkeep.index.run import NOWHERE, Root, Run
 from kvkeep.index.tiermap import TierMap
+from kvkeep.index.watch import Reason
 from kvkeep.tiers.ledger import Ledger, as_index
 
 
@@ -179,12 +180,12 @@ class RunTree:
         self.touch(Place(run, depth))
         return Inserted(twins, last)
 
-    def attach(self, run: Run, pages: "array[int]") -> None:
+    def attach(self, run: Run, pages: "array[int]", reason: Reason | None = None) -> None:
         """`pages` become the GPU copies of the first entries of `run` that have none."""
         self.gpu.ledger.keep(pages)
         if not run.pages:
             parent_of(run).gpu_children += 1
-        self.gpu.put(pages, run, run.gpu_end)
+        self.gpu.put(pages, run, run.gpu_end, reason)
         run.pages.extend(pages)
 
     def touch(self, place: Place) -> None:
@@ -201,8 +202,8 @@ class RunTree:
         """The index moves from GPU page `old` to `new`, a READY page of equal content."""
         run, depth = self.gpu.run_of[old], self.gpu.depth_of[old]
         run.pages[depth - run.start] = new
-        self.gpu.remove(array("i", (old,)))
         self.gpu.put(array("i", (new,)), run, depth)
+        self.gpu.remove(array("i", (old,)))
         self.gpu.ledger.keep(array("i", (new,)))
         self.gpu.ledger.drop(array("i", (old,)))
 
@@ -220,7 +221,7 @@ class RunTree:
         Fewer come back only when nothing else is idle, or idle pages have pages of live requests behind them.
         """
         order, idle_tail = self.gpu.order, self.gpu.ledger.idle_tail
-        if count == 1:
+        if count == 1 and self.gpu.watch is None:
             one = self._evict_one()
             if one is not None:
                 return one
@@ -293,7 +294,7 @@ class RunTree:
         at = depth - run.start
         run.host[at : at + len(host)] = host
         self.host.ledger.keep(host)
-        self.host.put(host, run, depth)
+        self.host.put(host, run, depth, "demoted")
 
     def take_up(self, host: "array[int]", pages: "array[int]") -> None:
         """LOADING GPU pages become GPU copies of the entries, consecutive on a path, that have the copies `host`."""
@@ -302,18 +303,18 @@ class RunTree:
         while done < len(host):
             run = self.host.run_of[host[done]]
             count = min(run.end - self.host.depth_of[host[done]], len(host) - done)
-            self.attach(run, pages[done : done + count])
+            self.attach(run, pages[done : done + count], "promoted")
             done += count
 
-    def lose_host(self, page: int) -> None:
+    def lose_host(self, page: int, reason: Reason = "evicted") -> None:
         """The host copy `page` leaves the tree; the entry with it, and all behind it, when that was its last copy."""
         assert self.host is not None
         run, depth = self.host.run_of[page], self.host.depth_of[page]
         if depth >= run.gpu_end:
-            self.cut(run, depth)
+            self.cut(run, depth, reason)
             return
+        self.host.remove(array("i", (page,)), reason)
         run.host[depth - run.start] = NOWHERE
-        self.host.remove(array("i", (page,)))
         self.host.ledger.drop(array("i", (page,)))
 
     def evict_host(self, count: int, colder_than: int) -> int:
@@ -335,7 +336,7 @@ class RunTree:
             done += k
         return done
 
-    def cut(self, run: Run, depth: int) -> None:
+    def cut(self, run: Run, depth: int, reason: Reason = "evicted") -> None:
         """The entries of `run` from `depth` on leave, with every copy, and so does everything behind them."""
         gpu, host = array("i"), array("i")
         at = depth - run.start
@@ -344,6 +345,9 @@ class RunTree:
             gpu.extend(part.pages[first:])
             if part.host is not None:
                 host.extend(h for h in part.host[first:] if h != NOWHERE)
+        self.gpu.remove(gpu, reason)
+        if self.host is not None:
+            self.host.remove(host, reason)
         for r in gone:
             r.pages, r.names, r.host, r.children = array("i"), array("Q"), None, None
         run.children, run.gpu_children = None, 0
@@ -353,10 +357,8 @@ class RunTree:
         else:
             run.pages, run.names, run.host = array("i"), array("Q"), None
             self._unlink(run, had_gpu)
-        self.gpu.remove(gpu)
         self.gpu.ledger.drop(gpu)
         if self.host is not None:
-            self.host.remove(host)
             self.host.ledger.drop(host)
         self.offer_run(run)
 
