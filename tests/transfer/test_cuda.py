@@ -1,6 +1,7 @@
 """The CUDA backend over an emulated device: what is its own beyond the conformance suite."""
 
 import logging
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from kvkeep.transfer.backend import NO_WAIT, After, BackendDied, Job, JobNumber
 from kvkeep.transfer.cuda import CudaBackend
 from kvkeep.transfer.cuda_api import CudaFault
 from kvkeep.transfer.cuda_ways import Descriptors, Way
+from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import Plan
 from tests.transfer.emulated import ComputeEvent, EmulatedDevice, EmulatedEvent, EmulatedStream
 from tests.transfer.pools import LAYOUT, PAGES, fill_all, plan
@@ -271,3 +273,35 @@ def test_memory_elsewhere_is_refused():
         CudaBackend.on(make_memory("numpy"), CpuPool(LAYOUT, PAGES))
     with pytest.raises(BadInput, match="without memory"):
         CudaBackend(EmulatedDevice(), make_memory("numpy"), CpuPool(LAYOUT, 0))
+
+
+def test_device_that_dies_while_draining_ends_every_job():
+    """Closing a manager whose device is lost meanwhile gives each job its final completion and does not hang."""
+    bench = Bench()
+    manager = TransferManager(bench.backend, bytes_in_flight_max=10**6, queue_pages_max=99, deadline_s=60.0)
+    jobs = [manager.submit(plan("promote", [i], [i]), after=ComputeEvent(bench.api)) for i in range(3)]
+    manager.poll()
+    threading.Timer(0.1, lambda: setattr(bench.api, "dead", True)).start()
+    done = manager.close(drain=True, timeout_s=20.0)
+    assert [(job, False, True) for job in jobs] == [(one.job, one.ok, one.final) for one in done]
+    assert "the device is lost" == manager.dead
+
+
+def test_gate_orders_the_engines_stream():
+    """A page handed over while its store still runs may be written at once by a stream that waits for the store."""
+    bench = Bench()
+    manager = TransferManager(bench.backend, bytes_in_flight_max=10**6, queue_pages_max=99, deadline_s=60.0)
+    store = manager.submit(plan("demote", [3], [4]), after=ComputeEvent(bench.api, done=True))
+    assert store is not None
+    gate = manager.gate([store])
+    compute = bench.api.new_stream()
+    gate.wait_on(compute)
+    assert [store] == gate.jobs, "it has not been launched"
+    manager.start()
+    gate.wait_on(compute)
+    assert gate.open and store.gating
+    compute.work.append(lambda: bench.device.poison([3]) is None)
+    for _ in range(300):
+        bench.api.tick()
+    assert [True] == [one.ok for one in manager.poll()]
+    assert bench.device_bytes[3] == bench.host.page_bytes(4) != bench.device.page_bytes(3)
