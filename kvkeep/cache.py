@@ -8,12 +8,13 @@ under the lock; token ids are converted, hashed and compared to their limits out
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 
 from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
+from kvkeep.counting import Counting
 from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, LruOrder, Tier
@@ -21,6 +22,7 @@ from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Hash64,
+    Identities,
     Identity,
     Int32s,
     MediaItem,
@@ -32,12 +34,12 @@ from kvkeep.index.names import (
     cut_before_split_item,
     fingerprint_bytes,
     hash64,
-    make_identity,
     page_media,
     self_test,
 )
 from kvkeep.index.runs import Match, RunTree
 from kvkeep.index.tiermap import TierMap
+from kvkeep.index.watch import Listener, Names, watch_tree
 from kvkeep.lease import Lease
 from kvkeep.room import Drains, Room
 from kvkeep.stats import CacheStats, ResetReport
@@ -47,12 +49,9 @@ from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.ledger import Ledger, page_ids
 from kvkeep.traffic import Suspended, Traffic
 from kvkeep.transfer.backend import After
-from kvkeep.transfer.manager import TransferManager
+from kvkeep.transfer.manager import Completion, TransferManager
 
 ORDERS: dict[str, type[LruOrder]] = {"lru": LruOrder}
-
-#: Identities remembered between admissions; beyond it they are made again (about 2 us).
-IDENTITIES_MAX = 4096
 
 
 class TieredCache:
@@ -92,7 +91,7 @@ class TieredCache:
         self._store_at_seal = config.index_at == "seal"
         self._hash = hash_fn
         self._fingerprint = fingerprint_bytes(fingerprint)
-        self._identities: dict[tuple[bytes, bytes, bytes], Identity] = {}
+        self._identities = Identities(hash_fn)
         self._lock = Lock()
         self._ledger = ledger if ledger is not None else Ledger(pool.pages)
         if self._ledger.total != pool.pages:
@@ -111,7 +110,7 @@ class TieredCache:
         self._room = Room(self._ledger, self._tree, self._leases, self._traffic)
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._numbered = 0
-        self._admissions = self._refusals = self._prompt_tokens = self._matched_tokens = self._matched_host_tokens = 0
+        self._counting = Counting()
 
     # ------------------------------------------------------------------ the life of a request
 
@@ -148,9 +147,7 @@ class TieredCache:
             identity = self._identity(salt, adapter, label)
             lease = self._open(identity, ids, limit, by_page, may_drain=True)
             lease.store, lease.storable = store, storable
-            self._admissions += 1
-            self._prompt_tokens += length
-            self._matched_tokens += lease.matched_len
+            self._counting.admitted(lease)
         if self._transfers is not None and lease.copies:
             self._transfers.start()
         return lease
@@ -174,17 +171,17 @@ class TieredCache:
             self._ledger.release(pages, number)
             if self._traffic is not None and load is not None:
                 self._traffic.cancel_load(load)
-            self._refusals += 1
+            self._counting.refusals += 1
             raise self._room.out_of_pages(e.asked, e.short) from None
         matched = on_gpu
         if self._traffic is not None and load is not None:
             last_name = self._tree.host_name(below[-1])
             if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)]):
                 matched, name = on_gpu + len(below), last_name
-                self._matched_host_tokens += len(below) * self._page_size
         rest = ids[matched * self._page_size :]
         own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
         lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
+        lease.loaded_len = (matched - on_gpu) * self._page_size
         if matched:
             lease.path = self._storing.page_id(pages[matched - 1])
         lease.media, lease.epoch = media, self._storing.epoch
@@ -212,7 +209,7 @@ class TieredCache:
                 try:
                     lease.pages.extend(self._room.take(need, lease.number))
                 except OutOfPages:
-                    self._refusals += 1
+                    self._counting.refusals += 1
                     raise
         lease.tokens += ids.data
         lease.length = length
@@ -249,7 +246,7 @@ class TieredCache:
             gone = lease.pages[keep:]
             replace = part and full < lease.sealed
             if replace and not self._could_free(gone):
-                self._refusals += 1
+                self._counting.refusals += 1
                 raise self._room.out_of_pages(1, 1)
             self._storing.rewind(lease, full, length)
             del lease.pages[keep:]
@@ -367,12 +364,32 @@ class TieredCache:
             return 0
         done = self._transfers.poll()
         with self._lock:
-            for completion in done:
-                self._traffic.apply(completion)
+            self._apply(done)
             if self._ledger.free < self._room.window:
                 self._traffic.clean(self._room.window)
         self._transfers.start()
         return len(done)
+
+    def close(self, *, drain: bool, timeout_s: float) -> None:
+        """Ends the copies, and applies what became of them; the cache goes on without its host tier.  Blocks.
+
+        drain: they are finished if `timeout_s` seconds suffice for it; otherwise cut short.
+        """
+        if self._transfers is not None:
+            done = self._transfers.close(drain=drain, timeout_s=timeout_s)
+            with self._lock:
+                self._apply(done)
+
+    @property
+    def transfers(self) -> TransferManager | None:
+        """What makes the copies, to ask whether it is busy and what it has done."""
+        return self._transfers
+
+    def _apply(self, done: Sequence[Completion]) -> None:
+        if done and self._traffic is not None:
+            for completion in done:
+                self._traffic.apply(completion)
+            self._counting.copies_ended()
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Tells what computing `tokens` positions took, so that pages are loaded only where that is faster."""
@@ -435,26 +452,15 @@ class TieredCache:
     def stats(self) -> CacheStats:
         """Counts of now and since the start."""
         with self._lock:
-            ledger = self._ledger
-            return CacheStats(
-                pages_total=ledger.total,
-                pages_free=ledger.free,
-                pages_cached=ledger.idle,
-                pages_live=ledger.held,
-                leases=len(self._leases),
-                admissions=self._admissions,
-                refusals=self._refusals,
-                prompt_tokens=self._prompt_tokens,
-                matched_tokens=self._matched_tokens,
-                matched_host_tokens=self._matched_host_tokens,
-                pages_stored=self._storing.pages_stored,
-                pages_evicted=self._room.pages_evicted,
-                pages_demoted=self._room.pages_demoted,
-                pages_lost=self._room.pages_lost,
-                host_pages_total=self._host.ledger.total if self._host is not None else 0,
-                host_pages_free=self._host.ledger.free if self._host is not None else 0,
-                host_pages_cached=self._host.ledger.idle if self._host is not None else 0,
-            )
+            return self._counting.stats(len(self._leases), self._ledger, self._host, self._room, self._storing)
+
+    def watch(self, listener: Listener | None) -> Mapping[Tier, Names]:
+        """Tells `listener` (None: nobody) of every name that enters or leaves a tier; returns those that are there.
+
+        It is called with the cache's lock held: it must be quick, and must not call the cache.
+        """
+        with self._lock:
+            return watch_tree(self._tree, listener)
 
     def check_invariants(self) -> None:
         """Raises `InvariantViolation` when counts differ from the owners recomputed.  O(pages), for tests and idle."""
@@ -477,17 +483,7 @@ class TieredCache:
         return Match(found.pages, below, found.name)
 
     def _identity(self, salt: bytes, adapter: bytes, label: bytes) -> Identity:
-        key = (salt, adapter, label)
-        try:
-            found = self._identities.get(key)
-        except TypeError:  # one of them is not even hashable: make_identity says which
-            found = None
-        if found is None:
-            found = make_identity(self._fingerprint, *key, hash_fn=self._hash)
-            if len(self._identities) >= IDENTITIES_MAX:
-                self._identities.clear()
-            self._identities[key] = found
-        return found
+        return self._identities.get(self._fingerprint, salt, adapter, label)
 
     def _check_live(self, lease: Lease) -> None:
         if not lease.live:

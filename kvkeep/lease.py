@@ -19,15 +19,17 @@ class Lease:
 
     pages: page ids; position p lies in `pages[p // page_size]`.  Treat it as read-only.
     length: token ids known (prompt and appended).   kv_len: positions known to hold committed KV.
-    matched_len: positions that admission took from the cache.
+    matched_len: positions that admission took from the cache.   loaded_len: of those, the last ones, which a load of
+        this lease's own brings from the host tier.
     holes: after `TieredCache.resume`, ranges of positions below `kv_len` whose KV is gone, to be computed first
     revoked: a load that others waited for as well failed, or was overdue: the lease has ended, and is to be admitted
         again.
     """
 
     __slots__ = (
-        "base", "base_name", "copies", "epoch", "holes", "identity", "kv_len", "length", "live", "matched_len", "media",
-        "names", "number", "pages", "path", "revoked", "storable", "store", "stored", "tokens", "twins",
+        "base", "base_name", "copies", "epoch", "holes", "identity", "kv_len", "length", "live", "loaded_len",
+        "matched_len", "media", "names", "number", "pages", "path", "revoked", "storable", "store", "stored", "tokens",
+        "twins",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +48,7 @@ class Lease:
         self.pages = pages
         self.length = length
         self.matched_len = matched_len
+        self.loaded_len = 0
         self.kv_len = matched_len
         self.live: Literal[True, False] = True
         # The chain: pages before `base` are shared ones in the index, called `base_name` at their end; from there on
@@ -82,6 +85,7 @@ class Lease:
         self.tokens[:0] = raw
         self.base = self.stored = depth
         self.base_name = base_name
+        self.loaded_len = 0
         self.matched_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
 
     @property

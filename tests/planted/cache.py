@@ -9,6 +9,7 @@ LEASE = "kvkeep/lease.py"
 STORING = "kvkeep/storing.py"
 ROOM = "kvkeep/room.py"
 CACHE = "kvkeep/cache.py"
+COUNTING = "kvkeep/counting.py"
 
 CASES = "tests/core/test_cache_cases.py::"
 ROWS = "tests/core/test_invariants_rows.py::"
@@ -49,8 +50,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "cache-counts-prompts-and-not-their-tokens",
-        CACHE,
-        "self._prompt_tokens += length",
+        COUNTING,
+        "self._prompt_tokens += lease.length",
         "self._prompt_tokens += 1",
         (ROWS + "test_row_56_tokens_are_counted_once_an_admission",),
     ),
