@@ -342,19 +342,23 @@ def test_pages_of_two_owners_are_freed_by_the_last(kind: type[Ledger]) -> None:
 
 
 @BOTH
-def test_a_page_that_changed_hands_has_another_generation(kind: type[Ledger]) -> None:
+@SIZES
+def test_a_page_that_changed_hands_has_another_generation(kind: type[Ledger], size: int) -> None:
     """(page, generation) names one content for good: freeing and recycling both end it."""
-    ledger = kind(1)
-    seen = [ledger.generation(0)]
-    ledger.release(ready_pages(ledger, 1), "a")
-    seen.append(ledger.generation(0))
-    pages = ready_pages(ledger, 1)
+    ledger = kind(size)
+
+    def content() -> set[tuple[int, int]]:
+        return {(page, ledger.generation(page)) for page in range(size)}
+
+    first = content()
+    ledger.release(ready_pages(ledger, size), "a")
+    second = content()
+    pages = ready_pages(ledger, size)
     ledger.keep(pages)
     ledger.release(pages, "a")
-    assert ledger.is_idle(0)
+    assert second == content()
     ledger.recycle(pages, "b")
-    seen.append(ledger.generation(0))
-    assert 3 == len(set(seen)), seen
+    assert 3 * size == len(first | second | content())
 
 
 def test_the_tracing_twin_tells_who_and_where() -> None:

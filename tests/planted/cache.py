@@ -8,8 +8,8 @@ from tests.planted.bug import Bug
 LEASE = "kvkeep/lease.py"
 STORING = "kvkeep/storing.py"
 ROOM = "kvkeep/room.py"
-CACHE = "kvkeep/cache.py"
 COUNTING = "kvkeep/counting.py"
+CACHE = "kvkeep/cache.py"
 
 CASES = "tests/core/test_cache_cases.py::"
 ROWS = "tests/core/test_invariants_rows.py::"
