@@ -457,5 +457,5 @@ def test_a_cache_equals_the_naive_one(machine: type[CacheMachine]) -> None:
 def test_a_cache_equals_the_naive_one_at_length(machine: type[CacheMachine]) -> None:
     """The same, for minutes."""
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=2000, stateful_step_count=80, report_multiple_bugs=False)
+        machine, settings=settings(max_examples=1000, stateful_step_count=80, report_multiple_bugs=False)
     )

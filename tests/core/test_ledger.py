@@ -297,7 +297,7 @@ def test_a_ledger_equals_the_naive_one(machine: type[LedgerMachine]) -> None:
 @MACHINES
 def test_a_ledger_equals_the_naive_one_at_length(machine: type[LedgerMachine]) -> None:
     """The same, for minutes."""
-    run_state_machine_as_test(machine, settings=settings(max_examples=2000, stateful_step_count=80))
+    run_state_machine_as_test(machine, settings=settings(max_examples=1000, stateful_step_count=80))
 
 
 def ready_pages(ledger: Ledger, count: int, owner: object = "a") -> "array[int]":

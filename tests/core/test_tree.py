@@ -262,7 +262,7 @@ def test_a_tree_equals_the_naive_index(machine: type[TreeMachine]) -> None:
 def test_a_tree_equals_the_naive_index_at_length(machine: type[TreeMachine]) -> None:
     """The same, for minutes."""
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=2000, stateful_step_count=100, report_multiple_bugs=False)
+        machine, settings=settings(max_examples=1000, stateful_step_count=100, report_multiple_bugs=False)
     )
 
 
