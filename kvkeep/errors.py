@@ -40,5 +40,25 @@ class NotReady(KvkeepError):
     """Copies that this needs are still running; try again after `TieredCache.poll`."""
 
 
+class NoRoomInTime(KvkeepError, TimeoutError):
+    """An admission waited for pages as long as its caller allowed; its cause is the last refusal."""
+
+
+class LeaseEnded(KvkeepError):
+    """The lease was finished or aborted, by whoever else had it."""
+
+
+class LeaseRevoked(LeaseEnded):
+    """Pages that the lease waited for did not arrive, and it could not be had again; the request may be made anew."""
+
+
+class ServiceClosed(LeaseEnded):
+    """The service is closed, or closing: it admits nobody, and who waited waits no more."""
+
+
+class EventsLost(KvkeepError):
+    """Events after the number asked for are no longer kept: take a snapshot and go on from there."""
+
+
 class InvariantViolation(RuntimeError):
     """A bug of kvkeep's own, or a caller that broke the protocol (a double release): the program must stop."""
