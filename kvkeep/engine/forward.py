@@ -55,7 +55,7 @@ class Forward:
             device = self._kv.device
             segments = [piece.segment for piece in pieces]
             step = Step(self._kv, self._layout, segments, self._arithmetic, self._workspace)
-            hidden = self._decoder(
+            hidden: torch.Tensor = self._decoder(
                 input_ids=torch.tensor([ids + padding], device=device),
                 position_ids=torch.tensor([positions + padding], device=device),
                 use_cache=False,

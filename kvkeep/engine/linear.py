@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
 def can_pack(device: str, dtype: torch.dtype) -> bool:
     """Whether this torch build has the packed kernels for the device and dtype."""
     return (
-        device == "cpu"
+        torch.device(device).type == "cpu"
         and dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

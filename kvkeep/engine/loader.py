@@ -23,6 +23,7 @@ from kvkeep.engine.linear import can_pack, pack_linears
 from kvkeep.errors import BadInput
 from kvkeep.tiers.layout import DType, PageLayout
 
+ROWS_ROUND = 512  # engines whose most rows are rounded up to the same multiple share a calibration
 SMOLLM2 = "smollm2-135m"
 STORIES = "stories260k"
 DTYPES: dict[str, torch.dtype] = {
@@ -108,7 +109,7 @@ class LoadedModel:
         """
         if mode == "fast":
             return Arithmetic("fast", threads)
-        rows_max = 1 << (rows_max - 1).bit_length()  # so that engines of like sizes share a calibration
+        rows_max = -(-rows_max // ROWS_ROUND) * ROWS_ROUND
         key = (threads, rows_max)
         if key not in self.calibrated:
             heads, layout = int(self.config.num_attention_heads), self.layout(page_size=1)
