@@ -4,6 +4,7 @@ Must not know how a forward is computed, nor what the cache keeps.  `step` reads
 compose a batch, run it, and let each request of it advance.
 """
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,13 +16,16 @@ from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig, IndexAt, check_choice, check_int
 from kvkeep.engine.arithmetic import Arithmetic, Mode
 from kvkeep.engine.forward import Forward, Piece
+from kvkeep.engine.host_tier import HostTier
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.engine.paged_attention import Segment
 from kvkeep.engine.request import Request, SamplingParams, State
 from kvkeep.engine.sampling import sample
-from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
+from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
 from kvkeep.index.names import as_token_ids
+from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
+from kvkeep.traffic import Suspended
 
 __all__ = ["Engine", "EngineConfig", "Request", "SamplingParams", "State"]
 
@@ -46,6 +50,10 @@ class EngineConfig:
     max_batch: most requests that run at a time.
     reuse, store: take pages from the cache, leave pages in it; both off is an engine without a cache.
     index_at: when a page becomes visible to others, see `CacheConfig`.
+    host_pages: pages of the tier in host memory, where cold pages wait; 0 is none.
+    suspend_pages: pages in host memory for preempted requests; a preempted request that does not fit there gives its
+        pages up and is computed again.
+    copy_threads: threads that copy between the tiers where both are in host memory.
     """
 
     page_size: int = 128
@@ -57,10 +65,15 @@ class EngineConfig:
     reuse: bool = True
     store: bool = True
     index_at: IndexAt = "seal"
+    host_pages: int = 0
+    suspend_pages: int = 0
+    copy_threads: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "pool_pages", "max_batch"):
+        for name in ("page_size", "pool_pages", "max_batch", "copy_threads"):
             check_int(name, getattr(self, name), at_least=1)
+        for name in ("host_pages", "suspend_pages"):
+            check_int(name, getattr(self, name), at_least=0)
         for name in ("chunk_tokens", "threads"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
@@ -69,6 +82,9 @@ class EngineConfig:
 
 
 DEFAULTS = EngineConfig()
+
+COPY_WAIT_S = 0.005  # a step that waits for copies looks at them this often
+CLOSE_S = 5.0  # seconds that copies get to end
 
 
 class Engine:
@@ -91,10 +107,13 @@ class Engine:
         )
         layout = loaded.layout(config.page_size)
         self.pool = GpuPool.allocate(layout, config.pool_pages, loaded.device)
+        self._below = HostTier(self.pool, config) if config.host_pages or config.suspend_pages else None
         self.cache = TieredCache(
             CacheConfig(page_size=config.page_size, index_at=config.index_at),
             self.pool,
             loaded.fingerprint(config.page_size, mode),
+            host=self._below.pool if self._below is not None else None,
+            transfers=self._below.transfers if self._below is not None else None,
         )
         self.on_forward: OnForward | None = None
         self._forward = Forward(loaded, self.pool.kv, layout, self.arithmetic)
@@ -156,6 +175,8 @@ class Engine:
         """Ends a request wherever it stands; nothing when it has ended."""
         if request.state is State.WAITING:
             self._waiting.remove(request)
+            if request.ticket is not None:
+                self.cache.discard(request.ticket)
         elif request.state is State.RUNNING:
             self.cache.abort(request.held)
             self._leave(request)
@@ -167,12 +188,22 @@ class Engine:
         """One forward over the requests that run; False when there was nothing to do."""
         self.cache.poll()
         self._admit()
+        self._take_stock()
         batch = self._compose()
         if not batch:
-            return False
+            return self._wait_for_copies()
+        start = time.perf_counter()
         logits = self._forward.run([piece for _, piece in batch])
+        if self._below is not None:
+            self._after_forward(batch, time.perf_counter() - start)
         self._advance(batch, logits)
         return True
+
+    def close(self) -> None:
+        """Ends the copies and lets go of host memory; the engine must not be used afterwards."""
+        if self._below is not None:
+            self.cache.close(drain=False, timeout_s=CLOSE_S)
+            self._below.pool.close()
 
     def run(self) -> None:
         """Steps until every request has ended."""
@@ -203,24 +234,59 @@ class Engine:
         while self._waiting and not self._held and len(self._running) < self.config.max_batch:
             request = self._waiting[0]
             try:
-                lease = self.cache.admit(request.ids, salt=request.salt, reuse=request.reuse, store=request.store)
-            except OutOfPages:
-                if not self._running:
+                lease = self._lease(request)
+            except NotReady:
+                return  # its pages are still on their way down
+            except OutOfPages as error:
+                if not self._running and not error.in_flight:
                     raise  # it was checked to fit an empty pool, so something else holds pages
-                self._held = True
+                self._held = bool(self._running)
                 return
             self._waiting.popleft()
             request.start(lease)
             self._running.append(request)
             self._running.sort(key=_number)  # one that was preempted is older than those admitted since
 
+    def _lease(self, request: Request) -> Lease:
+        """Admits a request, or resumes it."""
+        if request.ticket is not None:
+            return self.cache.resume(request.ticket, request.ids)
+        return self.cache.admit(request.ids, salt=request.salt, reuse=request.reuse, store=request.store)
+
+    def _take_stock(self) -> None:
+        """Requests whose pages did not arrive wait again; those that found no page for their last token try again."""
+        for request in [r for r in self._running if r.held.revoked]:
+            self._leave(request)
+            self._wait_again(request)
+        for request in [r for r in self._running if r.starved]:
+            if request.state is State.RUNNING:
+                self._extend(request)
+
+    def _wait_for_copies(self) -> bool:
+        """Nothing can be computed: waits a moment if that is for want of copies; False when there is nothing to do."""
+        if self._below is None or not self._below.transfers.busy:
+            return False
+        self._below.backend.wait(COPY_WAIT_S)
+        return True
+
+    def _after_forward(self, batch: Sequence[tuple[Request, Piece]], seconds: float) -> None:
+        """Copies come after the forward's writes; a prefill tells what a token takes."""
+        assert self._below is not None
+        self.cache.fence(self._below.written())
+        rows = sum(piece.segment.rows for _, piece in batch)
+        if rows > len(batch):
+            self.cache.prefilled(rows, seconds)
+
     def _compose(self) -> list[tuple[Request, Piece]]:
         """The next forward: every request that decodes, longest first, then prompts, oldest first, up to a chunk."""
-        decoding = sorted((r for r in self._running if r.pending == 1), key=lambda r: -len(r.ids))
+        ready = [r for r in self._running if not r.starved and not r.held.read_in_progress]
+        decoding = sorted((r for r in ready if r.pending == 1 and not r.holes), key=lambda r: -len(r.ids))
         batch = [(request, self._piece(request, len(request.ids))) for request in decoding]
         budget = self._chunk_tokens
-        for request in self._running:
-            if request.pending > 1:
+        for request in ready:
+            if request.holes:
+                batch.append((request, self._hole(request)))
+            elif request.pending > 1:
                 grid_end = (request.kv_len // self._chunk_tokens + 1) * self._chunk_tokens
                 end = min(len(request.ids), grid_end)
                 if end - request.kv_len > budget:
@@ -236,6 +302,12 @@ class Engine:
             ids=request.ids[start:end],
             wanted=end == len(request.ids),
         )
+
+    def _hole(self, request: Request) -> Piece:
+        """The next positions of a resumed request whose K and V are gone."""
+        start, end = request.holes[0]
+        end = min(end, start + self._chunk_tokens)
+        return Piece(segment=Segment(request.held.pages, start, end), ids=request.ids[start:end], wanted=False)
 
     def _advance(self, batch: Sequence[tuple[Request, Piece]], logits: torch.Tensor) -> None:
         """Commits what a forward computed, samples, ends what is complete, and makes room for the rest."""
@@ -262,29 +334,55 @@ class Engine:
 
     def _commit(self, request: Request, kv_len: int) -> None:
         """The K and V of the first `kv_len` positions are in pages; a page that is full becomes visible."""
+        if request.holes:
+            request.fill(kv_len)
+            if not request.holes:
+                self.cache.seal(request.held, request.kv_len)
+            return
         fills_page = kv_len // self.config.page_size > request.kv_len // self.config.page_size
         request.kv_len = kv_len
         if fills_page:
             self.cache.seal(request.held, kv_len)
 
     def _extend(self, request: Request) -> None:
-        """Gives the sampled token its place; while there is none, the youngest request that runs is preempted."""
+        """Gives the sampled token its place; while there is none, the youngest request that runs is preempted.
+
+        Where copies hold the pages that would do, the request sits out until they are over; the others go on.
+        """
         while request.state is State.RUNNING:
             try:
                 self.cache.extend(request.held, request.ids[-1:])
+                request.starved = False
                 return
             except OutOfPages as error:
+                request.starved = error.in_flight > 0
+                if request.starved:
+                    return
                 youngest = self._running[-1]
                 if youngest is self._running[0]:
                     raise InvariantViolation(f"{request} runs alone, was checked to fit, and finds no page") from error
                 self._preempt(youngest)
 
     def _preempt(self, request: Request) -> None:
-        """Takes a request's pages; full ones go to the index.  It waits, by age, and goes on where it stood."""
-        self.cache.finish(request.held, request.kv_len)
+        """Takes a request's pages.  They go to host memory if there is room, else full ones to the index."""
+        ticket = None
+        if self.config.suspend_pages and not request.holes:
+            try:
+                ticket = self.cache.suspend(request.held, request.kv_len)
+            except CannotSuspend:
+                ticket = None
+        if ticket is None and request.held.read_in_progress:
+            self.cache.abort(request.held)
+        elif ticket is None:
+            self.cache.finish(request.held, request.holes[0][0] if request.holes else request.kv_len)
         self._leave(request)
         self._held = True
-        request.preempt()
+        request.preemptions += 1
+        self._wait_again(request, ticket)
+
+    def _wait_again(self, request: Request, ticket: Suspended | None = None) -> None:
+        """A request without pages waits, by age, and goes on where it stood."""
+        request.wait(ticket)
         self._waiting = deque(sorted((*self._waiting, request), key=_number))
 
     def _leave(self, request: Request) -> None:

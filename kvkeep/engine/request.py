@@ -13,6 +13,7 @@ from typing import Literal
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.lease import Lease
+from kvkeep.traffic import Suspended
 
 SEED_MAX = 2**63 - 1
 
@@ -67,6 +68,9 @@ class Request:
     kv_len: positions whose K and V are in pages.
     matched_len: prompt tokens taken from the cache at the first admission.
     recomputed_len: tokens computed once more after preemptions.
+    ticket: what the cache keeps of it while it is suspended.
+    holes: ranges of positions below `kv_len` that are to be computed again after a suspension.
+    starved: it sits out, since the page for its last token is still being copied.
     finish_reason: "stop" (a stop id) or "length" (max_new_tokens) of a finished request.
     """
 
@@ -80,6 +84,10 @@ class Request:
     on_token: "Callable[[Request, int], None] | None" = None
     state: State = State.WAITING
     lease: Lease | None = None
+    ticket: Suspended | None = None
+    holes: list[tuple[int, int]] = field(default_factory=list)
+    starved: bool = False
+    first_admission: bool = True
     kv_len: int = 0
     matched_len: int = 0
     recomputed_len: int = 0
@@ -124,12 +132,20 @@ class Request:
         return self.lease
 
     def start(self, lease: Lease) -> None:
-        """Admitted: the first `lease.matched_len` positions are there."""
-        if not self.preemptions:
+        """Admitted: the first `lease.kv_len` positions are there, but for `lease.holes`."""
+        holes = sum(end - start for start, end in lease.holes)
+        if self.first_admission:
             self.matched_len = lease.matched_len
         else:
-            self.recomputed_len += max(self.kv_len - lease.matched_len, 0)
-        self.state, self.lease, self.kv_len = State.RUNNING, lease, lease.matched_len
+            self.recomputed_len += max(self.kv_len - lease.kv_len, 0) + holes
+        self.first_admission = False
+        self.state, self.lease, self.ticket = State.RUNNING, lease, None
+        self.kv_len, self.holes = lease.kv_len, list(lease.holes)
+
+    def fill(self, end: int) -> None:
+        """The first hole has been computed up to `end`."""
+        hole_end = self.holes[0][1]
+        self.holes[:1] = [(end, hole_end)] if end < hole_end else []
 
     def append(self, token: int) -> None:
         """A token was sampled; sets `finish_reason` when it is the last."""
@@ -141,10 +157,10 @@ class Request:
         elif len(self.ids) - self.prompt_len >= self.params.max_new_tokens:
             self.finish_reason = "length"
 
-    def preempt(self) -> None:
+    def wait(self, ticket: Suspended | None) -> None:
         """Its pages were taken; `kv_len` stays to tell what is computed again."""
-        self.state, self.lease = State.WAITING, None
-        self.preemptions += 1
+        self.state, self.lease, self.ticket = State.WAITING, None, ticket
+        self.holes, self.starved = [], False
 
     def end(self, state: State) -> None:
         """Finished or aborted."""
