@@ -33,6 +33,7 @@ from kvkeep.index.names import (
     check_token_range,
     cut_before_split_item,
     fingerprint_bytes,
+    frame,
     hash64,
     page_media,
     self_test,
@@ -235,9 +236,12 @@ class TieredCache:
         """Rolls the lease back to its first `length` tokens.
 
         A sealed page is never rewritten: where `length` ends inside one, a fresh page gets its committed positions and
-        takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that.
+        takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that, and `NotReady` while
+        copies into or out of the lease's pages run.  Engines whose forwards run asynchronously call `fence` after it.
         """
         self._check_live(lease)
+        if lease.read_in_progress:
+            raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
         if not 0 <= length <= lease.length:
             raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
         full, part = divmod(length, self._page_size)
@@ -287,10 +291,10 @@ class TieredCache:
         Raises `CannotSuspend`, with nothing changed, when there are no pages set aside for all of them.
         """
         self._check_live(lease)
-        self._check_kv_len(lease, kv_len)
         if self._traffic is None or lease.read_in_progress:
-            why = "copies into its pages are running" if lease.read_in_progress else "the cache has no host memory"
+            why = "copies of its pages are running" if lease.read_in_progress else "the cache has no host memory"
             raise CannotSuspend(f"{lease} cannot be suspended: {why}")
+        self._check_kv_len(lease, kv_len)
         lease.kv_len = kv_len
         names = self._storing.name_full_pages(lease)
         used = -(-kv_len // self._page_size)
@@ -326,7 +330,7 @@ class TieredCache:
         limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch else 0
         with self._lock:
             assert self._traffic is not None
-            same_names = self._fingerprint in ticket.identity.record
+            same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
             limit = min(limit, ticket.storable) if ticket.storable is not None else limit
             lease = self._open(ticket.identity, ids, limit if same_names else 0, ticket.media, may_drain=False)
             lease.store, lease.storable = ticket.store and same_names, ticket.storable
@@ -445,8 +449,6 @@ class TieredCache:
         held = self._ledger.held
         self._storing.epoch += 1
         freed = self._tree.clear()
-        if self._traffic is not None:
-            self._traffic.forget()
         return ResetReport(pages_freed=freed.gpu, pages_held=held, host_pages_freed=freed.host)
 
     def stats(self) -> CacheStats:
@@ -494,3 +496,5 @@ class TieredCache:
             raise BadInput(
                 f"kv_len {kv_len}: it must be {lease.sealed * self._page_size} to {lease.length}, sealed to known"
             )
+        if lease.read_in_progress and kv_len // self._page_size > lease.sealed:
+            raise NotReady(f"{lease} has no KV for {kv_len} positions yet: copies of its pages are running")

@@ -71,10 +71,11 @@ class Room:
             ledger.recycle(pages, owner)
             self.pages_lost += len(pages)
         else:
-            pages = self._evict(short, owner, self._traffic, drains)
-            got = len(pages) + (drains.count if drains is not None else 0)
-            if got < short and self._traffic.shed():
-                pages.extend(self._evict(short - got, owner, self._traffic, drains))
+            pages = array("i")
+            while (left := short - len(pages) - (drains.count if drains is not None else 0)) > 0:
+                pages.extend(self._evict(left, owner, self._traffic, drains))
+                if len(pages) + (drains.count if drains is not None else 0) < short and not self._traffic.shed():
+                    break
         self.pages_evicted += len(pages)
         rest = count - len(pages)
         if drains is not None and drains.copies:

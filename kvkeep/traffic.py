@@ -10,7 +10,6 @@ A copy owns its sources and its targets until the backend says that it is over.
 """
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -104,8 +103,6 @@ class Traffic:
         self._loads = 0
         self.costs = costs
         self.loads_declined = 0  # admissions that computed pages which host memory had
-        # Host copies of pages that were promoted, oldest first: places to take before anything is lost.
-        self._promoted: deque[tuple[array[int], array[int]]] = deque()
 
     # ------------------------------------------------------------------ loads
 
@@ -153,10 +150,43 @@ class Traffic:
         lease.copies.add(copy)
 
     def leave(self, lease: Lease) -> None:
-        """`lease` ends and waits no more; its copies go on."""
-        for copy in lease.copies:
+        """`lease` ends and waits no more.  Its copies go on, but for loads that have not started and are nobody else's."""
+        copies, lease.copies = lease.copies, set()
+        for copy in copies:
             copy.leases.remove(lease)
-        lease.copies.clear()
+        for copy in copies:
+            if copy.cause == "promote" and not copy.leases:
+                self._revoke_load(copy)
+
+    def _revoke_load(self, copy: Copy) -> None:
+        """Takes back a load that has not started, unless pages that were computed since hang behind its own."""
+        inside = array("i", (page for page in copy.gpu if page in self._tree))  # the first ones, or all
+        if inside and not self._tree.ends_with(inside[-1]):
+            return
+        if copy.job is None or not self._manager.revoke(copy.job):
+            return
+        del self._copies[copy.job]
+        self._forget_load(copy)
+        self._leave_gpu(inside)
+        self._gpu.hand_over(copy.gpu, copy)
+        self._host.release(copy.host, copy)
+        self._offer(self._tier, copy.host)
+
+    def _forget_load(self, copy: Copy) -> None:
+        """Nobody can join it any more."""
+        self._loads -= 1
+        self._load_of[as_index(copy.gpu)] = None
+
+    def _leave_gpu(self, pages: "array[int]") -> None:
+        """The GPU pages at the end of a chain leave the index, deepest last; their host copies stay."""
+        left = len(pages)
+        while left:
+            run = self._tree.gpu.run_of[pages[left - 1]]
+            count = min(left, len(run.pages))
+            self._tree.leave(run, count)
+            self._tree.offer_run(run)
+            left -= count
+        self._gpu.drop(pages)
 
     # ------------------------------------------------------------------ stores
 
@@ -185,21 +215,26 @@ class Traffic:
             seen.append(run)
             count = self._gpu.idle_tail(run.pages, min(self._tree.coldest_stretch(run), window))
             window -= count
-            total += self._clean_tail(run, count)
+            dirty, copied = self._clean_tail(run, count)
+            total += copied
+            if copied < dirty:
+                break  # what a colder page did not get a hotter one must not take: the colder would take it over
         for run in seen:
             order.offer(run)
         return total
 
-    def _clean_tail(self, run: Run, count: int) -> int:
-        """Copies down the pages of the last `count` of `run` that have no host copy: the deepest such stretch."""
+    def _clean_tail(self, run: Run, count: int) -> tuple[int, int]:
+        """Copies down the pages of the last `count` of `run` that have no host copy, the deepest such stretch of them.
+
+        Returns how many those are, and how many of them are copied.
+        """
         clean = clean_tail(run, count)
         last = len(run.pages) - clean
-        count = dirty_tail(run, last, count - clean)
-        if count:
-            count = self._room(count, run.stretch(run.start + last - 1)[0])
+        dirty = dirty_tail(run, last, count - clean)
+        count = self._room(dirty, run.stretch(run.start + last - 1)[0]) if dirty else 0
         if not count or self._store("clean", run, run.start + last - count, count) is None:
-            return 0
-        return count
+            return dirty, 0
+        return dirty, count
 
     def _store(self, cause: Cause, run: Run, depth: int, count: int) -> Copy | None:
         """Starts to copy `count` pages of `run` from `depth` on into free host pages; None when that is refused."""
@@ -220,25 +255,10 @@ class Traffic:
         Places come from copies whose GPU page is hotter than that, then from pages that are colder.
         """
         if self._host.free < count:
-            self._take_promoted(count - self._host.free, stamp)
+            self._tree.evict_doubles(count - self._host.free, stamp)
         if self._host.free < count:
             self._tree.evict_host(count - self._host.free, stamp)
         return min(count, self._host.free)
-
-    def _take_promoted(self, count: int, stamp: int) -> None:
-        while count > 0 and self._promoted:
-            pages, generations = self._promoted[0]
-            while count > 0 and pages:
-                page, generation = pages.pop(), generations.pop()
-                run = self._tier.run_of[page]
-                if self._host.generation(page) != generation or run is None or not self._host.is_idle(page):
-                    continue
-                depth = self._tier.depth_of[page]
-                if depth < run.gpu_end and run.stretch(depth)[0] > stamp:
-                    self._tree.lose_host(page)
-                    count -= 1
-            if not pages:
-                self._promoted.popleft()
 
     # ------------------------------------------------------------------ suspended requests
 
@@ -312,8 +332,7 @@ class Traffic:
         elif copy.cause == "resume":
             self._resumed(copy, done.ok)
         elif copy.cause == "promote":
-            self._loads -= 1
-            self._load_of[as_index(copy.gpu)] = None
+            self._forget_load(copy)
             if done.ok:
                 self.costs.loaded(len(copy.gpu), done.copy_ns / 1e9)
                 self._landed(copy)
@@ -326,25 +345,30 @@ class Traffic:
         self._gpu.land(copy.gpu, copy)
         self._host.release(copy.host, copy)
         self._let_go(copy)
-        generations = array("q", (self._host.generation(page) for page in copy.host))
-        self._promoted.append((array("i", copy.host), generations))
+        self._tree.double(copy.host)
         self._offer(self._tree.gpu, copy.gpu)
         self._offer(self._tier, copy.host)
 
     def _failed_load(self, copy: Copy) -> None:
         """The chain ends before the first page that did not come.  One lease inherits the targets, the others end."""
         place = self._tree.place(copy.gpu[0])
-        heir = next((lease for lease in copy.leases if lease.copies == {copy}), None)
+        heir = next((lease for lease in copy.leases if self._may_inherit(lease, copy)), None) if place else None
         if heir is not None and place is not None:
             self._shorten(heir, copy, place.depth - 1)
-        for lease in [lease for lease in copy.leases if lease is not heir or place is None]:
+        for lease in [lease for lease in copy.leases if lease is not heir]:
             self._revoke(lease)
+        place = self._tree.place(copy.gpu[0])
         if place is not None:
             self._tree.cut(place.run, place.depth - 1, "failed")
         self._let_go(copy)
         self._gpu.hand_over(copy.gpu, copy)
         self._host.release(copy.host, copy)
         self._offer(self._tier, copy.host)
+
+    @staticmethod
+    def _may_inherit(lease: Lease, copy: Copy) -> bool:
+        """Whether the lease waits for nothing else, and matched nothing behind the copy: it could not write there."""
+        return lease.copies == {copy} and lease.pages[lease.base - 1] in copy.gpu
 
     def _shorten(self, heir: Lease, copy: Copy, depth: int) -> None:
         """`heir` computes the pages from `depth` on itself; their token ids come from the tree while it has them."""
@@ -357,6 +381,7 @@ class Traffic:
     def _stored(self, copy: Copy, ok: bool) -> None:
         if ok:
             self._host.land(copy.host, copy)
+            self._tree.double(copy.host)
         else:
             for page in copy.host:
                 if self._host.kept(page):
@@ -402,7 +427,8 @@ class Traffic:
         """
         held = {page for copy in self._copies.values() for page in copy.gpu if self._gpu.holders(page) == 1}
         shed = array("i")
-        for run in {self._tree.gpu.run_of[page] for page in held} - {None}:
+        runs = {self._tree.gpu.run_of[page] for page in held} - {None}
+        for run in sorted(runs, key=lambda run: (-run.start, run.serial)):  # a run's children before it
             count = 0 if run.gpu_children else len(run.pages)
             k = 0
             while k < count and run.pages[count - 1 - k] in held:
@@ -412,10 +438,6 @@ class Traffic:
                 self._tree.offer_run(run)
         self._gpu.drop(shed)
         return bool(shed)
-
-    def forget(self) -> None:
-        """The index has been cleared; copies in flight go on."""
-        self._promoted.clear()
 
     def copies(self) -> Iterable[Copy]:
         """Every copy that is queued or in flight."""

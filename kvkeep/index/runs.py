@@ -22,6 +22,9 @@ from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Reason
 from kvkeep.tiers.ledger import Ledger, as_index
 
+#: How many host copies that may not go a search for some that may looks at: 64 take about 20 us.
+DOUBLES_LOOK_MAX = 64
+
 
 class Match(NamedTuple):
     """What of a chain is cached, from page 0 on: GPU pages, called `name` at their end, then host pages."""
@@ -67,6 +70,8 @@ class RunTree:
         self.host = host
         self.page_nbytes = page_nbytes
         self._hash = hash_fn
+        #: Host pages whose entries may have a GPU copy as well, in the order in which to look at them.
+        self.doubles: dict[int, None] = {}
         self._roots: dict[bytes, Root] = {}
         self._clock = 0
         self._serial = 0
@@ -132,6 +137,11 @@ class RunTree:
         name: int = run.names[self.host.depth_of[page] - run.start]
         return name
 
+    def ends_with(self, page: int) -> bool:
+        """Whether no GPU copy hangs behind that GPU page of the tree."""
+        run: Run = self.gpu.run_of[page]
+        return run.pages[-1] == page and not run.gpu_children
+
     def page_content(self, page: int) -> tuple[bytes, int, PageMedia]:
         """Token bytes, name and media of a GPU page in the tree."""
         run, depth = self.gpu.run_of[page], self.gpu.depth_of[page]
@@ -164,6 +174,8 @@ class RunTree:
                     if on_gpu < same:  # entries with a host copy only: ours becomes the GPU copy
                         twins = min(twins, done + on_gpu)
                         self.attach(run, pages[done + on_gpu : done + same])
+                        assert run.host is not None
+                        self.double(run.host[depth + on_gpu - run.start : depth + same - run.start])
                     depth += same
                     done += same
                     last = run.pages[depth - run.start - 1]
@@ -317,6 +329,32 @@ class RunTree:
         run.host[depth - run.start] = NOWHERE
         self.host.ledger.drop(array("i", (page,)))
 
+    def double(self, host: "array[int]") -> None:
+        """The entries of these host pages, those that still are there, have a GPU copy as well."""
+        self.doubles.update(dict.fromkeys(host))
+
+    def evict_doubles(self, count: int, colder_than: int) -> int:
+        """Frees up to `count` host pages whose GPU copy was used after `colder_than`: nothing is lost with them.
+
+        Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go now are looked at last.
+        """
+        assert self.host is not None
+        done = 0
+        for _ in range(min(len(self.doubles), count + DOUBLES_LOOK_MAX)):
+            page = next(iter(self.doubles))
+            del self.doubles[page]
+            run, depth = self.host.run_of[page], self.host.depth_of[page]
+            if run is None or depth >= run.gpu_end:
+                continue
+            if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] <= colder_than:
+                self.doubles[page] = None
+                continue
+            self.lose_host(page)
+            done += 1
+            if done == count:
+                break
+        return done
+
     def evict_host(self, count: int, colder_than: int) -> int:
         """Frees up to `count` host pages: last copies at the ends of chains not used after `colder_than`."""
         assert self.host is not None
@@ -367,6 +405,7 @@ class RunTree:
         for run in list(self.runs()):
             run.pages, run.names, run.host, run.children = array("i"), array("Q"), None, None
         self._roots.clear()
+        self.doubles.clear()
         return Cleared(self.gpu.clear(), self.host.clear() if self.host is not None else 0)
 
     def _below(self, run: Run) -> Iterator[Run]:

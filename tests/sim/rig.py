@@ -1,0 +1,118 @@
+"""A simulated world that a test drives by hand: requests by name, and copies that move when the test says so.
+
+Must not choose anything.  What must hold after each operation is checked here as in the simulator.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvkeep.lease import Lease
+from kvkeep.transfer.backend import Job
+from kvkeep.transfer.plan import Cause
+from tests.sim.request import Item, Request
+from tests.sim.world import Setup, World
+
+
+class Rig:
+    """A world, copies of which read and write at their last moment unless `when` says otherwise."""
+
+    def __init__(self, **setup: Any) -> None:
+        self.world = World(Setup(**{"pages": 8, "tier_pages": 16, "when": "late", **setup}))
+        self.cache = self.world.cache
+        self._handles = 0
+
+    # ------------------------------------------------------------------ requests
+
+    def admit(self, tokens: Sequence[int], items: Sequence[Item] = (), **how: Any) -> Request | None:
+        """A request, or None when it is refused."""
+        self._handles += 1
+        how = {"salt": 0, "reuse": True, "store": True, **how}
+        self.world.do(("admit", self._handles, how["salt"], list(tokens), items, how["reuse"], how["store"]))
+        return self.world.requests.get(self._handles)
+
+    def admitted(self, tokens: Sequence[int], items: Sequence[Item] = (), **how: Any) -> Request:
+        """A request that is not refused."""
+        request = self.admit(tokens, items, **how)
+        assert request is not None, f"{len(tokens)} tokens were refused"
+        return request
+
+    def do(self, name: str, request: Request, *values: Any) -> None:
+        """One operation on a request."""
+        self.world.do((name, request.handle, *values))
+
+    def compute(self, request: Request, count: int = 1000) -> None:
+        """A forward over all that is left, or over `count` positions; then `seal`."""
+        self.do("compute", request, count, 0)
+
+    def serve(self, tokens: Sequence[int], **how: Any) -> int:
+        """A whole request, copies and all; how many of its tokens matched."""
+        request = self.admitted(tokens, **how)
+        matched = self.lease(request).matched_len
+        self.settle()
+        self.compute(request)
+        self.do("finish", request)
+        return matched
+
+    def matched(self, tokens: Sequence[int], **how: Any) -> int:
+        """How many tokens of a prompt match; it is aborted at once."""
+        request = self.admitted(tokens, **how)
+        matched = self.lease(request).matched_len
+        self.do("abort", request)
+        return matched
+
+    @staticmethod
+    def lease(request: Request) -> Lease:
+        """Of a request that has one."""
+        assert request.lease is not None
+        return request.lease
+
+    # ------------------------------------------------------------------ copies
+
+    def jobs(self, *causes: Cause) -> list[Job]:
+        """Copies in flight, for one of these causes if any is given."""
+        assert self.world.backend is not None
+        return [job for job in self.world.backend.jobs if not causes or job.plan.cause in causes]
+
+    def finish(self, job: Job) -> None:
+        """Moves a copy until it is reported; nobody has been told yet."""
+        assert self.world.backend is not None
+        self.world.backend.free(job)
+        while job in self.world.backend.jobs:
+            assert self.world.backend.step(job), f"{job} does not move"
+
+    def poll(self) -> None:
+        """The cache is told."""
+        self.world.do(("poll",))
+
+    def settle(self) -> None:
+        """Every copy that can end has ended, and so have those that follow from it."""
+        assert self.world.backend is not None
+        self.poll()
+        while jobs := self.world.backend.movable:
+            for job in jobs:
+                self.finish(job)
+            self.poll()
+
+    def push_out(self) -> None:
+        """Whatever is cached on the GPU goes down to host memory: a prompt as large as the pool comes and goes."""
+        self.settle()
+        request = self.admitted([9] * (self.world.setup.pages * 2), reuse=False, store=False)
+        self.settle()
+        self.do("abort", request)
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def free(self) -> int:
+        """Free GPU pages."""
+        return self.cache.stats().pages_free
+
+    @property
+    def host_cached(self) -> int:
+        """Host pages that only the index owns."""
+        return self.cache.stats().host_pages_cached
+
+    @property
+    def host_only(self) -> int:
+        """Pages in the index whose only copy is in host memory."""
+        return sum(len(run.names) - len(run.pages) for run in self.cache._tree.runs())

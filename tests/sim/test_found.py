@@ -1,0 +1,115 @@
+"""Faults that reading and the simulator found in the two-tier cache, each as the smallest input that shows it."""
+
+import pytest
+
+from kvkeep.errors import NotReady
+from tests.sim.rig import Rig
+
+A = [1, 1, 2, 2, 3, 3]  # three pages
+
+
+def test_weights_are_the_same_only_when_all_of_their_fingerprint_is() -> None:
+    """What is suspended under one fingerprint and resumed under another, a part of it, is not stored any more."""
+    rig = Rig(suspend_pages=4)
+    rig.world.do(("set_fingerprint", 1))
+    request = rig.admitted([*A, 4])
+    rig.compute(request, 2)
+    rig.do("suspend", request, False)
+    rig.settle()
+    rig.world.do(("set_fingerprint", 0))
+    rig.do("resume", request)
+    rig.settle()
+    rig.compute(request)
+    rig.do("finish", request)
+    assert 0 == rig.cache.stats().pages_cached
+
+
+def test_room_is_found_behind_two_runs_that_only_copies_hold() -> None:
+    """A run and the one behind it both end in pages that only a copy holds: what is idle before them can be had."""
+    rig = Rig(pages=7)
+    rig.serve([*A, 1, 1, 7])
+    rig.serve([*A, 2, 2, 7])  # the chain splits behind A
+    rig.push_out()
+    rig.serve([1, 1, 2, 2, 9])  # two pages of A are back on the GPU
+    blocker = rig.admitted([7, 7, 7, 7])
+    rig.do("abort", rig.admitted([*A, 1, 1, 7]))
+    assert [2] == [len(job.plan) for job in rig.jobs("promote")]
+    stats = rig.cache.stats()
+    assert (1, 2) == (stats.pages_free, stats.pages_cached)
+    rig.do("extend", blocker, [7] * 6, 0)
+    assert 5 == len(rig.lease(blocker).pages)
+
+
+def test_a_load_is_inherited_only_by_a_lease_that_ends_with_it() -> None:
+    """A load fails; the one who waits has matched pages behind it too, which it cannot write: it is admitted again."""
+    rig = Rig(pages=12)
+    rig.serve([*A, 9])
+    rig.push_out()
+    first = rig.admitted([*A, 9])
+    writer = rig.admitted([*A, 4, 4, 5, 5, 9], reuse=False)
+    rig.compute(writer)
+    reader = rig.admitted([*A, 4, 4, 5, 5, 9])
+    assert 10 == rig.lease(reader).matched_len
+    rig.do("abort", first)
+    (load,) = rig.jobs("promote")
+    assert rig.world.backend is not None
+    rig.world.backend.fail(load)
+    lease = rig.lease(reader)
+    rig.settle()
+    assert lease.revoked
+    assert 0 == rig.matched([*A, 9])
+    rig.do("finish", writer)
+    assert 10 == rig.matched([*A, 4, 4, 5, 5, 9])
+
+
+def test_nothing_is_rolled_back_or_sealed_while_copies_run() -> None:
+    """Pages that are on their way can be neither copied nor sealed: the caller is told, and nothing changes."""
+    rig = Rig()
+    rig.serve([*A, 9])
+    rig.push_out()
+    request = rig.admitted([*A, 8, 8, 9])
+    lease = rig.lease(request)
+    for call, length in ((rig.cache.truncate, 3), (rig.cache.seal, 8), (rig.cache.finish, 8)):
+        with pytest.raises(NotReady, match="Lease"):
+            call(lease, length)
+    assert (9, 6, 6) == (lease.length, lease.kv_len, lease.matched_len)
+    rig.settle()
+    rig.do("truncate", request, 3)
+    assert (3, 2) == (lease.length, len(lease.pages))
+
+
+def test_a_host_copy_of_a_page_that_became_hot_gives_way() -> None:
+    """Pages were copied down ahead of need and are used ever since: their places are had by pages that leave."""
+    rig = Rig(pages=16, tier_pages=6)
+    for tokens in (A, [4] * 6, [5] * 6, [6] * 6, [7] * 2):
+        rig.serve([*tokens, 9])
+    rig.settle()
+    assert (4, 0) == (rig.host_cached, rig.host_only)
+    for other in (8, 10, 11):
+        assert 6 == rig.serve([*A, 9])
+        rig.serve([other] * 7)
+        rig.settle()
+    assert 6 == rig.host_cached
+    assert 2 == rig.host_only, "six places, four of them for the copies made ahead of need"
+
+
+def test_cleaning_does_not_push_out_pages_that_are_hotter() -> None:
+    """The coldest page finds no place in host memory; a hotter one that does would lose it to it, again and again."""
+    rig = Rig(pages=8, tier_pages=3)
+    rig.serve([*A, 9])
+    rig.serve([5] * 7)
+    rig.settle()
+    rig.serve([*A, 9])
+    rig.serve([6] * 7)  # two of A's pages, which have host copies, make room
+    rig.settle()
+    assert 6 == rig.matched([*A, 9])
+
+
+def test_promotions_are_not_remembered_for_ever() -> None:
+    """However often pages go up and down, what is remembered of it is bounded by the pages there are."""
+    rig = Rig(pages=4, tier_pages=16)
+    rig.serve([*A, 9])
+    for _ in range(20):
+        rig.push_out()
+        assert 6 == rig.serve([*A, 9])
+    assert len(rig.cache._tree.doubles) <= 16

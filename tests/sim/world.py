@@ -1,0 +1,367 @@
+"""The simulated world: a whole cache, its device and its copies, and what operations do to them.
+
+Must not choose operations (`chooser` does) nor know what must hold after each (`watch` does).
+
+An operation is a tuple: its name, which is a method of `World`, and plain values.  It is one public call of the cache,
+made as an engine would make it, or one event of the copies.  An operation that makes no sense where it stands, such
+as one on a request that has ended, does nothing: so a list of operations stays a list when some are left out.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig, IndexAt
+from kvkeep.errors import CannotSuspend, NotReady, OutOfPages
+from kvkeep.index.names import Identity, hash64, make_identity
+from kvkeep.lease import Lease
+from kvkeep.tiers.cpu_pool import CpuPool
+from kvkeep.tiers.gpu_pool import GpuPool
+from kvkeep.tiers.ledger import State
+from kvkeep.transfer.backend import Job
+from kvkeep.transfer.manager import TransferManager
+from kvkeep.transfer.simulated import STEP_NS, SimulatedBackend, When
+from tests.core.naive import narrow_hash
+from tests.sim.device import LAYOUT, NBYTES, PAGE_SIZE, Cell, Device
+from tests.sim.request import Item, Request
+from tests.sim.watch import Watch
+
+SALTS = (b"", b"s")
+WEIGHTS = (b"f", b"fp", b"salt")  # one is the beginning of another, one occurs in every root
+JUNK_KV = 0x7EADBEEF
+
+Operation = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a world is like.
+
+    tier_pages: None for a cache of one tier.   asynchronous: forwards write late, in a stream.
+    when: at which of the legal moments copies move bytes; None for the seed's choice.
+    deadline_steps: steps of the backend after which a copy is overdue.
+    listening: somebody is told which names enter and leave the tiers.
+    """
+
+    pages: int = 8
+    tier_pages: int | None = None
+    suspend_pages: int = 0
+    asynchronous: bool = False
+    index_at: IndexAt = "seal"
+    narrow_names: bool = False
+    seed: int = 0
+    fail_rate: float = 0.0
+    stuck_rate: float = 0.0
+    when: Literal["early", "split", "late"] | None = None
+    deadline_steps: int = 1000
+    in_flight_pages: int = 1000
+    queue_pages: int = 1000
+    listening: bool = False
+
+
+class World:
+    """A cache, driven by operations.
+
+    checked: what must hold is looked at after each operation.
+    """
+
+    def __init__(self, setup: Setup, *, checked: bool = True) -> None:
+        self.setup = setup
+        self.device = Device(setup.pages, asynchronous=setup.asynchronous)
+        self.host: CpuPool | None = None
+        self.backend: SimulatedBackend | None = None
+        self.manager: TransferManager | None = None
+        if setup.tier_pages is not None:
+            self.host = CpuPool(LAYOUT, setup.tier_pages, setup.suspend_pages, limit_nbytes=1 << 30)
+            self._connect(self.host)
+        self.hash_fn = narrow_hash if setup.narrow_names else hash64
+        self.cache = TieredCache(
+            CacheConfig(page_size=PAGE_SIZE, index_at=setup.index_at),
+            GpuPool(setup.pages, LAYOUT, self.device),
+            WEIGHTS[0],
+            host=self.host,
+            transfers=self.manager,
+            hash_fn=self.hash_fn,
+        )
+        self.weights = 0
+        self.requests: dict[int, Request] = {}
+        self.ended: list[tuple[int, list[int], list[Item]]] = []  # salt, tokens and items of requests that are over
+        self.seen: Counter[str] = Counter()
+        self.watch = Watch(self) if checked else None
+
+    def _connect(self, host: CpuPool) -> None:
+        if host.memory is None:
+            return
+        setup = self.setup
+        self.backend = SimulatedBackend(
+            self.device,
+            host.memory,
+            seed=setup.seed,
+            fail_rate=setup.fail_rate,
+            stuck_rate=setup.stuck_rate,
+            when=When(setup.when) if setup.when is not None else None,
+        )
+        self.device.backend = self.backend
+        self.manager = TransferManager(
+            self.backend,
+            bytes_in_flight_max=setup.in_flight_pages * NBYTES,
+            queue_pages_max=setup.queue_pages,
+            deadline_s=setup.deadline_steps * STEP_NS / 1e9,
+            clock=self.backend.clock,
+        )
+
+    def do(self, operation: Operation) -> None:
+        """One operation, and what must hold after it."""
+        name, *values = operation
+        getattr(self, name)(*values)
+        for request in [r for r in self.requests.values() if r.lease is not None]:
+            assert request.lease is not None
+            if not request.lease.live:
+                assert request.lease.revoked, f"request {request.handle} ended by itself"
+                self.seen["revoked"] += 1
+                self._over(request)
+            elif request.lease.kv_len < len(request.kvs):  # it inherited the targets of a load that failed
+                self.seen["shortened"] += 1
+                request.forget(request.lease.kv_len)
+        if self.watch is not None:
+            self.watch.look()
+
+    # ------------------------------------------------------------------ the life of a request
+
+    def admit(
+        self, handle: int, salt: int, tokens: Sequence[int], items: Sequence[Item], reuse: bool, store: bool
+    ) -> None:
+        request = Request(handle, self.weights, salt, tokens, [Item(*item) for item in items])
+        media = [item.media() for item in request.items]
+        before = self.watch.before() if self.watch is not None else None
+        try:
+            request.lease = self.cache.admit(tokens, salt=SALTS[salt], media=media, reuse=reuse, store=store)
+        except OutOfPages as refusal:
+            self.seen["admit refused"] += 1
+            if before is not None:
+                before.refused_admission(refusal, request)
+            return
+        self.requests[handle] = request
+        self._admitted(request)
+        if before is not None:
+            before.admitted(request)
+
+    def compute(self, handle: int, count: int, drafts: int) -> None:
+        """A forward over the next `count` positions, with `drafts` more that are not accepted; then `seal`."""
+        request = self._readable(handle)
+        if request is None:
+            return
+        assert request.lease is not None
+        if request.holes:
+            self._write(request, [cell for hole in request.holes for cell in request.compute(*hole, self.weights)])
+            request.holes = []
+            return
+        first = len(request.kvs)
+        last = request.chunk_end(min(first + count, len(request.tokens)))
+        cells = request.compute(first, last, self.weights)
+        pages = request.lease.pages
+        ahead = range(last, min(last + drafts, len(pages) * PAGE_SIZE))
+        cells += [Cell(pages[p // PAGE_SIZE], p % PAGE_SIZE, JUNK_KV) for p in ahead]
+        self._write(request, cells)
+        self.cache.seal(request.lease, last)
+
+    def extend(self, handle: int, tokens: Sequence[int], room: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.lease is None:
+            return
+        had = len(request.lease.pages)
+        before = self.watch.before() if self.watch is not None else None
+        try:
+            self.cache.extend(request.lease, tokens, room)
+        except OutOfPages as refusal:
+            self.seen["extend refused"] += 1
+            if before is not None:
+                need = -(-(len(request.tokens) + len(tokens) + room) // PAGE_SIZE) - had
+                before.refused(refusal, need)
+            return
+        request.tokens += tokens
+        if self.watch is not None:
+            self.watch.may_be_written_now(request.lease.pages[had:])
+
+    def truncate(self, handle: int, length: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.lease is None or request.holes or not 1 <= length <= len(request.tokens):
+            return
+        before = self.watch.before() if self.watch is not None else None
+        gone = request.lease.pages[-(-length // PAGE_SIZE) :]
+        try:
+            self.cache.truncate(request.lease, length)
+        except (OutOfPages, NotReady) as refusal:
+            self.seen["truncate refused"] += 1
+            if before is not None and isinstance(refusal, OutOfPages):
+                before.refused_truncation(refusal, gone)
+            elif before is not None:
+                before.unchanged()
+                assert request.lease.read_in_progress
+            return
+        request.cut(length)
+        self.cache.fence(self.device.event)
+
+    def finish(self, handle: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.lease is None:
+            return
+        if request.holes or not request.readable:
+            self.cache.abort(request.lease)  # its KV is not there
+        else:
+            self.cache.finish(request.lease, len(request.kvs))
+        self._over(request)
+
+    def abort(self, handle: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.lease is None:
+            return
+        self.seen["aborted while copying"] += request.lease.read_in_progress
+        self.cache.abort(request.lease)
+        self._over(request)
+
+    def _readable(self, handle: int) -> Request | None:
+        request = self.requests.get(handle)
+        return request if request is not None and request.readable else None
+
+    def _write(self, request: Request, cells: list[Cell]) -> None:
+        for page in {cell.page for cell in cells}:
+            assert self.cache._ledger.state(page) is State.OPEN, (request.handle, self.cache._ledger.story(page))
+        self.device.write(cells)
+        self.cache.fence(self.device.event)
+
+    def _admitted(self, request: Request) -> None:
+        lease = request.lease
+        assert lease is not None
+        request.know(lease.kv_len, self.weights)
+        self.seen["joined"] += any(len(copy.leases) > 1 and copy.cause == "promote" for copy in lease.copies)
+
+    def _over(self, request: Request) -> None:
+        del self.requests[request.handle]
+        self.ended.append((request.salt, request.tokens, request.items))
+
+    # ------------------------------------------------------------------ preemption
+
+    def suspend(self, handle: int, complete: bool) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.lease is None or request.holes:
+            return
+        before = self.watch.before() if self.watch is not None else None
+        try:
+            request.ticket = self.cache.suspend(request.lease, len(request.kvs), complete=complete)
+        except CannotSuspend:
+            self.seen["suspend refused"] += 1
+            if before is not None:
+                before.unchanged()
+            return
+        request.lease = None
+        self.seen["suspended"] += 1
+
+    def resume(self, handle: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.ticket is None:
+            return
+        before = self.watch.before() if self.watch is not None else None
+        ready = request.ticket.ready
+        try:
+            lease = self.cache.resume(request.ticket, request.tokens)
+        except NotReady:
+            self.seen["resume too early"] += 1
+            if before is not None and not ready:
+                before.unchanged()
+            return
+        except OutOfPages as refusal:
+            self.seen["resume refused"] += 1
+            if before is not None:
+                before.refused_resumption(refusal)
+            return
+        request.lease, request.ticket = lease, None
+        request.holes = list(lease.holes)
+        self.seen["resumed"] += 1
+        self.seen["holes"] += bool(lease.holes)
+        assert lease.kv_len == len(request.kvs)
+        if before is not None:
+            before.resumed()
+
+    def discard(self, handle: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.ticket is None:
+            return
+        self.cache.discard(request.ticket)
+        self._over(request)
+
+    # ------------------------------------------------------------------ the whole cache
+
+    def reset(self) -> None:
+        before = self.watch.before() if self.watch is not None else None
+        report = self.cache.reset()
+        if before is not None:
+            before.reset(report)
+
+    def set_fingerprint(self, weights: int) -> None:
+        before = self.watch.before() if self.watch is not None else None
+        self.weights = weights
+        report = self.cache.set_fingerprint(WEIGHTS[weights])
+        if before is not None:
+            before.reset(report)
+
+    def poll(self) -> None:
+        self.seen["completions"] += self.cache.poll()
+
+    def prefilled(self, ns_per_token: int) -> None:
+        """Computing is measured to be fast, so that loading may not pay; or slow."""
+        self.cache.prefilled(1, ns_per_token / 1e9)
+
+    # ------------------------------------------------------------------ events of the device and of copies
+
+    def written(self) -> None:
+        """The oldest write in the device's stream is over."""
+        self.device.finish_one()
+
+    def step(self, which: int) -> None:
+        """A copy moves."""
+        if self.backend is not None:
+            self.backend.step(_pick(self.backend.movable, which))
+
+    def stick(self, which: int) -> None:
+        """A copy does not go on until it is freed."""
+        if self.backend is not None and (job := _pick(self.backend.jobs, which)) is not None:
+            self.backend.stick(job)
+            self.seen["stuck"] += 1
+
+    def free(self, which: int) -> None:
+        """A stuck copy goes on."""
+        if self.backend is not None and (job := _pick(self.backend.jobs, which)) is not None:
+            self.backend.free(job)
+
+    def fail(self, which: int) -> None:
+        """A copy is going to fail."""
+        if self.backend is not None and (job := _pick(self.backend.jobs, which)) is not None:
+            self.backend.fail(job)
+
+    def late(self, steps: int) -> None:
+        """Time passes, and nothing moves."""
+        if self.backend is not None:
+            self.backend.steps += steps
+
+    def die(self) -> None:
+        """The device that copies is gone."""
+        if self.backend is not None:
+            self.backend.die()
+            self.seen["died"] += 1
+
+    # ------------------------------------------------------------------ the end
+
+    def identity(self, salt: int) -> Identity:
+        """Where the chains of a salt start, with the weights of now."""
+        return make_identity(WEIGHTS[self.weights], SALTS[salt], hash_fn=self.hash_fn)
+
+    def leases(self) -> list[Lease]:
+        """Every live one."""
+        return [request.lease for request in self.requests.values() if request.lease is not None]
+
+
+def _pick(jobs: list[Job], which: int) -> Job | None:
+    return jobs[which % len(jobs)] if jobs else None
