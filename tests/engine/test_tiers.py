@@ -1,5 +1,7 @@
 """The engine over two tiers: what comes back from host memory, or from a suspension, is what was computed."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def answers(
-    loaded: LoadedModel, rounds: list[list[list[int]]], new_tokens: int, **settings: int
+    loaded: LoadedModel, rounds: list[list[list[int]]], new_tokens: int, **settings: Any
 ) -> tuple[Engine, list[list[int]]]:
     """Runs each round's prompts together and returns all outputs."""
     engine = Engine(loaded, EngineConfig(page_size=PAGE, chunk_tokens=64, **settings))
