@@ -7,8 +7,9 @@ from array import array
 
 from kvkeep.errors import InvariantViolation
 from kvkeep.index.eviction import NO_TAIL, Tier, gpu_stamp, host_stamp
+from kvkeep.index.family import parent_of
 from kvkeep.index.run import NOWHERE, Run
-from kvkeep.index.runs import RunTree, parent_of
+from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
 
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvkeep.index.compare import Compare
 from kvkeep.index.eviction import EvictionOrder
-from kvkeep.index.names import Hash64, Identity, PageMedia, hash64, page_name
+from kvkeep.index.family import add_child, below, parent_of, replace_child
+from kvkeep.index.names import Hash64, Identity, PageMedia, hash64
 from kvkeep.index.run import NOWHERE, Root, Run
 from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Reason
@@ -69,7 +71,7 @@ class RunTree:
         self.gpu = TierMap(ledger, order)
         self.host = host
         self.page_nbytes = page_nbytes
-        self._hash = hash_fn
+        self._compare = Compare(page_nbytes, hash_fn)
         #: Host pages whose entries may have a GPU copy as well, in the order in which to look at them.
         self.doubles: dict[int, None] = {}
         self._roots: dict[bytes, Root] = {}
@@ -89,7 +91,7 @@ class RunTree:
         depth = 0
         page_nbytes = self.page_nbytes
         while depth < limit and run is not None and run.children:
-            found = self._child(run, last_name, raw, depth * page_nbytes, depth, limit - depth, media)
+            found = self._compare.child(run, last_name, raw, depth * page_nbytes, depth, limit - depth, media)
             if found is None:
                 break
             run, count = found
@@ -168,7 +170,7 @@ class RunTree:
         last = -1
         while done < count:
             if depth < run.start + len(run.names):
-                same = self._common(run, depth, raw, done * page_nbytes, count - done, media)
+                same = self._compare.common(run, depth, raw, done * page_nbytes, count - done, media)
                 if same:
                     on_gpu = min(same, run.start + len(run.pages) - depth)
                     if on_gpu < same:  # entries with a host copy only: ours becomes the GPU copy
@@ -182,7 +184,7 @@ class RunTree:
                     continue
                 run = self._split(run, depth)
             if run.children:
-                found = self._child_named(run, names[done], raw, done * page_nbytes, depth, count - done, media)
+                found = self._compare.child_named(run, names[done], raw, done * page_nbytes, depth, count - done, media)
                 if found is not None:
                     run = found[0]
                     continue
@@ -378,7 +380,7 @@ class RunTree:
         """The entries of `run` from `depth` on leave, with every copy, and so does everything behind them."""
         gpu, host = array("i"), array("i")
         at = depth - run.start
-        gone = list(self._below(run))
+        gone = list(below(run))
         for part, first in [(run, at), *((r, 0) for r in gone)]:
             gpu.extend(part.pages[first:])
             if part.host is not None:
@@ -408,17 +410,6 @@ class RunTree:
         self.doubles.clear()
         return Cleared(self.gpu.clear(), self.host.clear() if self.host is not None else 0)
 
-    def _below(self, run: Run) -> Iterator[Run]:
-        """Every run behind `run`, parents first."""
-        todo = [run]
-        while todo:
-            for child in list((todo.pop().children or {}).values()):
-                at: Run | None = child
-                while at is not None:
-                    yield at
-                    todo.append(at)
-                    at = at.sibling
-
     def _left_gpu(self, run: Run) -> None:
         """`run` has lost its last GPU copy."""
         parent = parent_of(run)
@@ -435,45 +426,15 @@ class RunTree:
 
     # ------------------------------------------------------------------ inside
 
-    def _child(
-        self, run: Run, name: int, raw: Any, offset: int, depth: int, count: int, media: PageMedia
-    ) -> tuple[Run, int] | None:
-        page = raw[offset : offset + self.page_nbytes]
-        if media:
-            first = page_name(name, page, media.get(depth, ()), self._hash)
-        else:
-            first = self._hash(page, name)
-        return self._child_named(run, first, raw, offset, depth, count, media)
-
-    def _child_named(
-        self, run: Run, first: int, raw: Any, offset: int, depth: int, count: int, media: PageMedia
-    ) -> tuple[Run, int] | None:
-        """The child of `run` that begins with page `raw[offset:]`, called `first`, and how many pages are equal."""
-        assert run.children is not None
-        child = run.children.get(first)
-        while child is not None:
-            same = self._common(child, depth, raw, offset, count, media)
-            if same:
-                return child, same
-            child = child.sibling
-        return None
-
-    def _common(self, run: Run, depth: int, raw: Any, offset: int, count: int, media: PageMedia) -> int:
-        same = run.common(depth - run.start, raw, offset, count, self.page_nbytes)
-        if media or run.media:
-            theirs, ours = media or {}, run.media or {}
-            for d in sorted({*theirs, *ours}):
-                if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):
-                    return d - depth
-        return same
-
     def _append(self, run: Run, depth: int, names: list[int], raw: Any, pages: "array[int]", media: PageMedia) -> Run:
         """Puts new pages behind the end of `run`: into it when it is a leaf, as a child otherwise."""
         self.gpu.ledger.keep(pages)
         if run.children or not run.names:
             if isinstance(run, Root):
                 self._roots[run.record] = run
-            run = self._add_child(run, depth, names[0])
+            child = self._new_run(run, depth, names[0])
+            add_child(run, child)
+            run = child
         run.extend(raw, names, pages)
         if media:
             mine = {d: media[d] for d in media if depth <= d < depth + len(pages)}
@@ -481,15 +442,6 @@ class RunTree:
                 run.media = {**(run.media or {}), **mine}
         self.gpu.put(pages, run, depth)
         return run
-
-    def _add_child(self, parent: Run, depth: int, key: int) -> Run:
-        child = self._new_run(parent, depth, key)
-        if parent.children is None:
-            parent.children = {}
-        child.sibling = parent.children.get(key)
-        parent.children[key] = child
-        parent.gpu_children += 1
-        return child
 
     def _new_run(self, parent: Run, start: int, key: int) -> Run:
         self._serial += 1
@@ -500,7 +452,7 @@ class RunTree:
         if depth == run.start:
             return parent_of(run)
         head = self._new_run(parent_of(run), run.start, run.key)
-        self._replace_child(run, head)
+        replace_child(run, head)
         run.split_head(depth, head, self.page_nbytes)
         head.children = {run.key: run}
         head.gpu_children = int(bool(run.pages))
@@ -513,29 +465,10 @@ class RunTree:
         self.gpu.order.offer(head)
         return head
 
-    def _replace_child(self, run: Run, new: Run | None) -> None:
-        """Puts `new`, or the sibling behind it, in `run`'s place among its parent's children."""
-        parent = parent_of(run)
-        children = parent.children
-        assert children is not None
-        if new is not None:
-            new.sibling = run.sibling
-        after = new if new is not None else run.sibling
-        at = children[run.key]
-        if at is run:
-            if after is None:
-                del children[run.key]
-            else:
-                children[run.key] = after
-            return
-        while at.sibling is not run:
-            at = at.sibling  # type: ignore[assignment]  # `run` is in its bucket
-        at.sibling = after
-
     def _unlink(self, run: Run, had_gpu: bool) -> None:
         """Takes a leaf run, all of whose copies leave, out of the tree."""
         parent = parent_of(run)
-        self._replace_child(run, None)
+        replace_child(run, None)
         parent.gpu_children -= had_gpu
         if parent.children:
             if not parent.gpu_children and parent.names:
@@ -550,15 +483,9 @@ class RunTree:
     def runs(self) -> Iterator[Run]:
         """Every run of the tree, parents first; roots are not runs."""
         for root in self._roots.values():
-            yield from self._below(root)
+            yield from below(root)
 
     @property
     def roots(self) -> list[Root]:
         """Every root that has chains."""
         return list(self._roots.values())
-
-
-def parent_of(run: Run) -> Run:
-    """The run (or root) before a run that is not a root."""
-    assert run.parent is not None
-    return run.parent

@@ -8,6 +8,8 @@ from tests.planted.bug import Bug
 NAMES = "kvkeep/index/names.py"
 RUN = "kvkeep/index/run.py"
 RUNS = "kvkeep/index/runs.py"
+FAMILY = "kvkeep/index/family.py"
+COMPARE = "kvkeep/index/compare.py"
 EVICTION = "kvkeep/index/eviction.py"
 
 NAMES_TESTS = "tests/core/test_names.py::"
@@ -180,14 +182,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "tree-skips-the-media-of-a-plain-prompt",
-        RUNS,
+        COMPARE,
         "if media or run.media:",
         "if media:",
         (ROWS + "test_row_4_equal_placeholders_do_not_make_pictures_equal",),
     ),
     Bug(
         "tree-compares-how-many-media",
-        RUNS,
+        COMPARE,
         "if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):",
         "if depth <= d < depth + same and len(theirs.get(d, ())) != len(ours.get(d, ())):",
         (ROWS + "test_row_3_digests_are_compared_in_full",),
@@ -195,8 +197,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-matches-beyond-the-limit",
         RUNS,
-        "found = self._child(run, last_name, raw, depth * page_nbytes, depth, limit - depth, media)",
-        "found = self._child(run, last_name, raw, depth * page_nbytes, depth, limit, media)",
+        "found = self._compare.child(run, last_name, raw, depth * page_nbytes, depth, limit - depth, media)",
+        "found = self._compare.child(run, last_name, raw, depth * page_nbytes, depth, limit, media)",
         (TREE_TESTS + "test_a_match_stops_at_its_limit_in_every_run",),
     ),
     Bug(
@@ -209,16 +211,16 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "tree-siblings-of-equal-name-are-lost",
-        RUNS,
-        """        child.sibling = parent.children.get(key)
+        FAMILY,
+        """    child.sibling = parent.children.get(child.key)
 """,
         "",
         (COLLIDING_TREE, ROWS + "test_row_1_pages_of_equal_name_are_told_apart"),
     ),
-    Bug("tree-split-breaks-the-bucket", RUNS, "new.sibling = run.sibling", "new.sibling = None", (COLLIDING_TREE,)),
+    Bug("tree-split-breaks-the-bucket", FAMILY, "new.sibling = run.sibling", "new.sibling = None", (COLLIDING_TREE,)),
     Bug(
         "tree-unlinked-run-takes-its-bucket-along",
-        RUNS,
+        FAMILY,
         "after = new if new is not None else run.sibling",
         "after = new",
         (COLLIDING_TREE,),

@@ -1,0 +1,54 @@
+"""Which child of a run goes on with given pages: names nominate, comparison decides.
+
+Must not know tiers or who owns a page.
+"""
+
+from typing import Any
+
+from kvkeep.index.names import Hash64, PageMedia, page_name
+from kvkeep.index.run import Run
+
+
+class Compare:
+    """Compares runs with token bytes and media items.   hash_fn: what names are made with."""
+
+    def __init__(self, page_nbytes: int, hash_fn: Hash64) -> None:
+        self._page_nbytes = page_nbytes
+        self._hash = hash_fn
+
+    def child(
+        self, run: Run, name: int, raw: Any, offset: int, depth: int, count: int, media: PageMedia
+    ) -> tuple[Run, int] | None:
+        """`child_named` behind a page called `name`; the first page is called by its content."""
+        page = raw[offset : offset + self._page_nbytes]
+        if media:
+            first = page_name(name, page, media.get(depth, ()), self._hash)
+        else:
+            first = self._hash(page, name)
+        return self.child_named(run, first, raw, offset, depth, count, media)
+
+    def child_named(
+        self, run: Run, first: int, raw: Any, offset: int, depth: int, count: int, media: PageMedia
+    ) -> tuple[Run, int] | None:
+        """The child of `run` that begins with page `raw[offset:]`, called `first`, and how many pages are equal.
+
+        raw, offset: token bytes of `count` pages.   depth: the index of the first in its chain.
+        """
+        assert run.children is not None
+        child = run.children.get(first)
+        while child is not None:
+            same = self.common(child, depth, raw, offset, count, media)
+            if same:
+                return child, same
+            child = child.sibling
+        return None
+
+    def common(self, run: Run, depth: int, raw: Any, offset: int, count: int, media: PageMedia) -> int:
+        """How many of `count` pages `raw[offset:]`, the first at `depth`, equal `run`'s in tokens and media items."""
+        same = run.common(depth - run.start, raw, offset, count, self._page_nbytes)
+        if media or run.media:
+            theirs, ours = media or {}, run.media or {}
+            for d in sorted({*theirs, *ours}):
+                if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):
+                    return d - depth
+        return same
