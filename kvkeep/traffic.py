@@ -150,7 +150,7 @@ class Traffic:
         lease.copies.add(copy)
 
     def leave(self, lease: Lease) -> None:
-        """`lease` ends and waits no more.  Its copies go on, but for loads that have not started and are nobody else's."""
+        """`lease` ends and waits no more.  Its copies go on, but for loads of its own that have not started."""
         copies, lease.copies = lease.copies, set()
         for copy in copies:
             copy.leases.remove(lease)

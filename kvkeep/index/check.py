@@ -34,8 +34,8 @@ def check_tree(tree: RunTree) -> None:
 
 
 def _check_count(what: str, tier: TierMap, seen: int) -> None:
-    kept = sum(tier.ledger.kept(p) for p in range(tier.ledger.total))
-    mapped = sum(run is not None for run in tier.run_of)
+    kept = tier.ledger.kept_count
+    mapped = tier.ledger.total - tier.run_of.tolist().count(None)
     if not seen == kept == mapped:
         raise InvariantViolation(f"tree: {seen} {what} pages in runs, {mapped} mapped, {kept} kept by the ledger")
 

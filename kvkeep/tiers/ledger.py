@@ -85,6 +85,11 @@ class Ledger:
         """Pages owned by at least one request or copy."""
         return self.total - len(self._free) - self.idle
 
+    @property
+    def kept_count(self) -> int:
+        """Pages that the index owns, alone or with others.  O(total)."""
+        return int(np.count_nonzero(self._words_np & 1))
+
     def state(self, page: int) -> State:
         """The state of one page."""
         return State(self._states[page])
@@ -356,19 +361,20 @@ class Ledger:
 
     def check_invariants(self) -> None:
         """Raises `InvariantViolation` when states, counts and the free list do not agree.  O(total)."""
-        words, states = self._words_np, self._states_np
-        free = np.zeros(self.total, dtype=bool)
-        ids = np.array(self._free, dtype=np.int64)
-        free[ids] = True
+        words, free = self._words_np, self._free
+        seen = set(zip(self._states, self._words, strict=True))  # a few pairs, however many pages
         checks = {
-            "in the free list twice": len(ids) != int(free.sum()),
-            "free list and state differ": bool((free != (states == _FREE)).any()),
-            "a page is owned by nobody and not free, or free and owned": bool((free != (words == 0)).any()),
-            "a count below zero": bool((words < 0).any()),
-            "an OPEN page with other than one holder": bool((words[states == _OPEN] != 2).any()),
-            "a LOADING page without its copy": bool((words[states == _LOADING] < 2).any()),
-            "a DRAINING page in the index, or without its copy": bool(
-                (~np.isin(words[states == _DRAINING], (2, 4))).any()
+            "in the free list twice": len(free) != len(set(free)),
+            "free list and state differ": self._states.count(_FREE) != len(free)
+            or any(self._states[page] != _FREE for page in free),
+            "a page is owned by nobody and not free, or free and owned": any(
+                (state == _FREE) != (word == 0) for state, word in seen
+            ),
+            "a count below zero": any(word < 0 for _, word in seen),
+            "an OPEN page with other than one holder": any(state == _OPEN and word != 2 for state, word in seen),
+            "a LOADING page without its copy": any(state == _LOADING and word < 2 for state, word in seen),
+            "a DRAINING page in the index, or without its copy": any(
+                state == _DRAINING and word not in (2, 4) for state, word in seen
             ),
             "idle is miscounted": self.idle != int((words == 1).sum()),
         }

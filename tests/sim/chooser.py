@@ -15,7 +15,7 @@ from tests.sim.world import SALTS, WEIGHTS, Operation, Setup, World
 WEIGHT = {
     "admit": 30, "compute": 24, "extend": 6, "truncate": 2, "finish": 20, "abort": 2, "suspend": 2, "resume": 4,
     "discard": 0.3, "poll": 8, "step": 90, "written": 40, "stick": 0.6, "free": 2, "fail": 0.6, "late": 0.6,
-    "reset": 0.15, "set_fingerprint": 0.1, "prefilled": 0.1, "die": 0.03,
+    "reset": 0.15, "set_fingerprint": 0.1, "prefilled": 0.1, "die": 0.02, "close": 0.02,
 }  # fmt: skip
 HABITS = (0.25, 1.0, 1.0, 3.0)
 
@@ -24,8 +24,11 @@ def setup_of(seed: int) -> Setup:
     """The world of a seed."""
     pick = random.Random(f"setup {seed}").choice
     tier_pages = pick((None, 0, 1, 2, 3, 6, 12, 12, 24, 24))
+    pages = pick((4, 6, 8, 8, 12, 16))
+    if pick((False,) * 11 + (True,)):  # arrays long enough for numpy
+        pages, tier_pages = 48, 96
     return Setup(
-        pages=pick((4, 6, 8, 8, 12, 16)),
+        pages=pages,
         tier_pages=tier_pages,
         suspend_pages=pick((0, 2, 4, 8)) if tier_pages is not None else 0,
         asynchronous=pick((False, True)),
@@ -63,6 +66,7 @@ class Chooser:
             "discard": lambda: self._on("discard", self._parked()),
             "finish": self._finish,
             "abort": lambda: self._on("abort", self._live()),
+            "close": lambda: ("close", self._random.random() < 0.5),
             "late": lambda: ("late", self._random.choice((3, 20, world.setup.deadline_steps))),
             "written": lambda: ("written",) if world.device.writing else None,
             "prefilled": lambda: ("prefilled", self._random.choice((1, 100, 10_000))),
@@ -73,7 +77,7 @@ class Chooser:
         for name in ("poll", "reset", "die"):
             self._ways[name] = lambda name=name: (name,)  # type: ignore[misc]
         if world.backend is None:
-            self._never("late", "die", "suspend", "resume", "discard", "poll", "prefilled")
+            self._never("late", "die", "suspend", "resume", "discard", "poll", "prefilled", "close")
 
     def next(self) -> Operation:
         """An operation that makes sense now."""

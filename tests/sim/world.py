@@ -310,6 +310,16 @@ class World:
     def poll(self) -> None:
         self.seen["completions"] += self.cache.poll()
 
+    def close(self, drain: bool) -> None:
+        """No copy is made any more: those there are end first, or are cut short."""
+        if self.backend is not None and drain:
+            while self.device.finish_one():
+                pass
+            for job in self.backend.jobs:
+                self.backend.free(job)
+        self.cache.close(drain=drain, timeout_s=60.0)
+        self.seen["closed"] += 1
+
     def prefilled(self, ns_per_token: int) -> None:
         """Computing is measured to be fast, so that loading may not pay; or slow."""
         self.cache.prefilled(1, ns_per_token / 1e9)
