@@ -108,6 +108,7 @@ def _demo(arguments: argparse.Namespace) -> Report:
             sessions=arguments.sessions,
             turns=arguments.turns,
             pool_pages=arguments.pool_pages,
+            host_pages=arguments.host_pages,
             page_size=arguments.page_size,
             max_new_tokens=arguments.max_new_tokens,
             device=arguments.device,
@@ -173,6 +174,13 @@ def _add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--pool-pages", type=_count, default=64, metavar="N", help="pages in the pool of the cached run (64)"
     )
     demo.add_argument(
+        "--host-pages",
+        type=_count_or_none,
+        default=0,
+        metavar="N",
+        help="pages of a tier in host memory for what the pool cannot hold (0: none)",
+    )
+    demo.add_argument(
         "--max-new-tokens", type=_count, default=24, metavar="N", help="tokens the model writes per turn (24)"
     )
     _add_model_options(demo)
@@ -236,6 +244,10 @@ def _add_json(command: Parser) -> None:
 
 def _count(text: str) -> int:
     return _integer(text, at_least=1)
+
+
+def _count_or_none(text: str) -> int:
+    return _integer(text, at_least=0)
 
 
 def _seed(text: str) -> int:

@@ -14,10 +14,14 @@ from kvkeep.engine.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine gave for one prompt; `total_ns` is from submission to the last token."""
+    """What an engine gave for one prompt; `total_ns` is from submission to the last token.
+
+    matched_tokens: prompt tokens taken from the cache.   host_tokens: of those, the ones that came from host memory.
+    """
 
     output_ids: tuple[int, ...]
     matched_tokens: int
+    host_tokens: int
     ttft_ns: int
     total_ns: int
 
@@ -33,6 +37,7 @@ def ask(
     return Answer(
         output_ids=tuple(request.output_ids),
         matched_tokens=request.matched_len,
+        host_tokens=request.host_len,
         ttft_ns=request.ttft_ns,
         total_ns=time.perf_counter_ns() - start,
     )

@@ -66,7 +66,8 @@ class Request:
     number: order of submission; a lower number is older.
     ids: prompt and generated token ids.
     kv_len: positions whose K and V are in pages.
-    matched_len: prompt tokens taken from the cache at the first admission.
+    matched_len: prompt tokens taken from the cache at the first admission.   host_len: of those, the ones that came
+        from host memory.
     recomputed_len: tokens computed once more after preemptions.
     ticket: what the cache keeps of it while it is suspended.
     holes: ranges of positions below `kv_len` that are to be computed again after a suspension.
@@ -90,6 +91,7 @@ class Request:
     first_admission: bool = True
     kv_len: int = 0
     matched_len: int = 0
+    host_len: int = 0
     recomputed_len: int = 0
     preemptions: int = 0
     finish_reason: Literal["stop", "length"] | None = None
@@ -135,7 +137,7 @@ class Request:
         """Admitted: the first `lease.kv_len` positions are there, but for `lease.holes`."""
         holes = sum(end - start for start, end in lease.holes)
         if self.first_admission:
-            self.matched_len = lease.matched_len
+            self.matched_len, self.host_len = lease.matched_len, lease.loaded_len
         else:
             self.recomputed_len += max(self.kv_len - lease.kv_len, 0) + holes
         self.first_admission = False

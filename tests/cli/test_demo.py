@@ -47,6 +47,19 @@ def test_the_demo_answers_from_kept_pages_and_says_the_same(kvkeep: Run, tmp_pat
             assert stored // 16 * 16 == matched[row["session"], row["turn"]]
 
 
+def test_sessions_that_push_each_other_out_come_back_from_host_memory(kvkeep: Run, tmp_path: Path):
+    """With a pool too small for the sessions and a tier in host memory, hits come from there and outputs stay the same."""
+    done = kvkeep("demo", *TINY, "--sessions", "4", "--turns", "3", "--max-new-tokens", "6", "--pool-pages", "36",
+                  "--host-pages", "200", "--json", "out.json")  # fmt: skip
+    assert (0, "") == (done.returncode, done.stderr)
+    got = json.loads((tmp_path / "out.json").read_text())
+    assert 1 == got["metrics"]["outputs_identical"]["value"]
+    assert got["metrics"]["matched_host_share"]["value"] > 0
+    assert {"ttft_ratio_cpu_hit", "ttft_cpu_over_gpu_hit", "stalls"} <= set(got["metrics"])
+    assert all(0 <= row["matched_host_tokens"] <= row["matched_tokens"] for row in got["rows"])
+    assert all(row["ttft_gpu_hit_ms"] > 0 for row in got["rows"])
+
+
 def test_pages_that_went_bad_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None):
     """When kept pages are zeroed between requests, the outputs differ, the demo says so and ends with exit code 1."""
     from kvkeep.cache import TieredCache

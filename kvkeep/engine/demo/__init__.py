@@ -24,6 +24,7 @@ WHAT_RUNS = {
     "kept": "with kept pages",
     "exact": "without, same arithmetic",
     "fastest": "without, fastest arithmetic",
+    "ample": "with kept pages, in an ample pool",
 }
 
 
@@ -33,6 +34,7 @@ class DemoOptions:
 
     sessions, turns: sessions in rotation (session 1 turn 1, session 2 turn 1, ..., session 1 turn 2, ...).
     pool_pages: pages of `page_size` positions in the pool of the run that keeps them.
+    host_pages: pages of its tier in host memory; 0 is none.
     max_new_tokens: tokens the model writes in a turn at most.
     seed: seeds the order of the engines in a turn and the ids of the no-reuse measure.
     """
@@ -40,6 +42,7 @@ class DemoOptions:
     sessions: int = 3
     turns: int = 5
     pool_pages: int = 64
+    host_pages: int = 0
     page_size: int = 128
     max_new_tokens: int = 24
     device: str = "cpu"
@@ -53,6 +56,7 @@ class Measured:
 
     turns: "list[Turn]" = field(default_factory=list)
     no_reuse: list[float] = field(default_factory=list)
+    stalls: int | None = None  # None without a tier in host memory
     interrupted: bool = False
 
 
@@ -94,7 +98,9 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
             positions=loaded.positions_max,
         )
         _check_pool(options, script.tokens_max, loaded.layout(options.page_size).page_nbytes)
-        bench = Bench(loaded, options.page_size, options.pool_pages, script.tokens_max)
+        bench = Bench(
+            loaded, options.page_size, options.pool_pages, options.host_pages, options.sessions, script.tokens_max
+        )
     if script.cut:
         console.print(f"the texts are cut to fit the {loaded.positions_max} positions of {loaded.name}")
     title = f"{loaded.name} on {options.device}: ms to the first token with kept pages and without"
@@ -106,10 +112,12 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
             for conversation in script.conversations:
                 turn = _turn(options, bench, display, conversation, number, len(measured.turns))
                 measured.turns.append(turn)
+                measured.stalls = bench.stalls if options.host_pages else None
                 display.add(turn)
         display.now(f"a request with nothing to reuse, with and without the cache, {NO_REUSE_PAIRS} pairs")
         for ratio in bench.no_reuse_ratios(rng, NO_REUSE_PAIRS):
             measured.no_reuse.append(ratio)
+    bench.close()
 
 
 def _check_pool(options: DemoOptions, tokens_max: int, page_nbytes: int) -> None:
@@ -137,15 +145,15 @@ def _turn(
     number: int,
     measured_before: int,
 ) -> "Turn":
-    from kvkeep.engine.demo.measure import ENGINE_NAMES, Turn
+    from kvkeep.engine.demo.measure import Turn
 
     prompt = conversation.next_prompt()
-    first = measured_before % len(ENGINE_NAMES)
+    first = measured_before % len(bench.names)
     answers = {}
-    for name in ENGINE_NAMES[first:] + ENGINE_NAMES[:first]:
+    for name in bench.names[first:] + bench.names[:first]:
         display.now(f"{conversation.session}, turn {number}: {WHAT_RUNS[name]}")
         answers[name] = bench.ask(name, prompt, options.max_new_tokens, conversation.chat.stop_ids)
-    kept, exact, fastest = (answers[name] for name in ENGINE_NAMES)
+    kept, exact, fastest, ample = answers["kept"], answers["exact"], answers["fastest"], answers.get("ample")
     conversation.answered(kept.output_ids)
     return Turn(
         session=conversation.session,
@@ -153,17 +161,21 @@ def _turn(
         prompt_tokens=len(prompt),
         matched_tokens=kept.matched_tokens,
         output_tokens=len(kept.output_ids),
-        identical=kept.output_ids == exact.output_ids,
+        identical=kept.output_ids == exact.output_ids and (ample is None or ample.output_ids == exact.output_ids),
         ttft_kept_ms=kept.ttft_ns / 1e6,
         ttft_exact_ms=exact.ttft_ns / 1e6,
         ttft_fastest_ms=fastest.ttft_ns / 1e6,
+        host_tokens=kept.host_tokens,
+        ttft_ample_ms=None if ample is None else ample.ttft_ns / 1e6,
     )
 
 
 def _report(measured: Measured, wall_s: float) -> Report:
-    from kvkeep.engine.demo.measure import metrics_of
+    from kvkeep.engine.demo.measure import host_metrics_of, metrics_of
 
     metrics = metrics_of(measured.turns, measured.no_reuse) | {"wall_s": Metric(wall_s, "s")}
+    if measured.stalls is not None:
+        metrics |= host_metrics_of(measured.turns, measured.stalls)
     if measured.interrupted:
         metrics[INTERRUPTED] = Metric(1, "bool")
     ok = metrics["outputs_identical"].value == 1 and not measured.interrupted
@@ -186,6 +198,12 @@ def _summary(report: Report, measured: Measured) -> list[str]:
         lines.append(
             f"TTFT from 1,500 prompt tokens up: {value['ttft_ratio_median']:.1f} x lower with kept pages "
             f"(median of {report.metrics['ttft_ratio_median'].samples} turns, against the faster baseline)"
+        )
+    if value.get("ttft_ratio_cpu_hit") is not None:
+        lines.append(
+            f"hits in host memory, from 1,500 prompt tokens up: {value['ttft_ratio_cpu_hit']:.1f} x lower, "
+            f"{value['ttft_cpu_over_gpu_hit']:.2f} x a hit on the GPU "
+            f"({report.metrics['ttft_ratio_cpu_hit'].samples} turns); {value['stalls']} requests waited for room"
         )
     if measured.no_reuse:
         lines.append(

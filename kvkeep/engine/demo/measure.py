@@ -7,6 +7,8 @@ turn to turn, so that a machine that slows down or speeds up does so for all of 
   kept     strict arithmetic (where there is none, on CUDA, the fast one), pages kept and matched;
   exact    the same arithmetic, nothing kept: its output must be the same ids;
   fastest  the arithmetic that the engine is fastest with, nothing kept: its first token is timed, no more.
+With a tier in host memory, one more:
+  ample    as kept, in a pool that nothing has to leave: what a hit costs when the pages are where they are read.
 """
 
 import random
@@ -28,13 +30,15 @@ WARM_UP_PAGES = 2
 NO_REUSE_PAGES = 2
 NO_REUSE_PAIRS = 30
 
-EngineName = Literal["kept", "exact", "fastest"]
-ENGINE_NAMES: tuple[EngineName, ...] = ("kept", "exact", "fastest")
+EngineName = Literal["kept", "exact", "fastest", "ample"]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of one session, measured on all three engines. Times are milliseconds to the first token."""
+    """One turn of one session, measured on all engines. Times are milliseconds to the first token.
+
+    host_tokens: of the matched ones, those that came from host memory.   ttft_ample_ms: None without a tier there.
+    """
 
     session: str
     turn: int
@@ -45,6 +49,13 @@ class Turn:
     ttft_kept_ms: float
     ttft_exact_ms: float
     ttft_fastest_ms: float
+    host_tokens: int = 0
+    ttft_ample_ms: float | None = None
+
+    @property
+    def is_long_and_from_host(self) -> bool:
+        """Whether most of what was matched, of a long prompt, came from host memory."""
+        return self.prompt_tokens >= LONG_PROMPT_TOKENS and self.host_tokens > self.matched_tokens // 2
 
     @property
     def ttft_without_ms(self) -> float:
@@ -68,31 +79,42 @@ class Turn:
             "turn": self.turn,
             "prompt_tokens": self.prompt_tokens,
             "matched_tokens": self.matched_tokens,
+            "matched_host_tokens": self.host_tokens,
             "output_tokens": self.output_tokens,
             "outputs_identical": int(self.identical),
             "ttft_ms": self.ttft_kept_ms,
             "ttft_without_ms": self.ttft_without_ms,
             "ttft_without_same_arithmetic_ms": self.ttft_exact_ms,
             "ttft_without_fastest_ms": self.ttft_fastest_ms,
+            "ttft_gpu_hit_ms": self.ttft_ample_ms,
             "ttft_ratio": self.ratio,
         }
 
 
 class Bench:
-    """The three engines, warmed up, and the asking of one prompt."""
+    """The engines, warmed up, and the asking of one prompt.
 
-    def __init__(self, loaded: LoadedModel, page_size: int, pool_pages: int, tokens_max: int) -> None:
+    names: of the engines, in the order of the first turn.
+    sessions, tokens_max: how many prompts of at most that length come back in rotation.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, page_size: int, pool_pages: int, host_pages: int, sessions: int, tokens_max: int
+    ) -> None:
         self._loaded = loaded
         self._page_size = page_size
         one_request = pages_of(tokens_max, page_size)
         self._exact: Mode = "strict" if loaded.device == "cpu" else "fast"
         self._engines: dict[EngineName, Engine] = {
-            "kept": self._engine(pool_pages, self._exact, keep=True),
+            "kept": self._engine(pool_pages, self._exact, keep=True, host_pages=host_pages),
             "exact": self._engine(one_request, self._exact, keep=False),
             "fastest": self._engine(one_request, "fast", keep=False),
         }
+        if host_pages:
+            self._engines["ample"] = self._engine(sessions * one_request, self._exact, keep=True)
+        self.names: tuple[EngineName, ...] = tuple(self._engines)
 
-    def _engine(self, pool_pages: int, arithmetic: Mode, keep: bool) -> Engine:
+    def _engine(self, pool_pages: int, arithmetic: Mode, keep: bool, host_pages: int = 0) -> Engine:
         return Engine(
             self._loaded,
             EngineConfig(
@@ -101,6 +123,7 @@ class Bench:
                 arithmetic=arithmetic,
                 reuse=keep,
                 store=keep,
+                host_pages=host_pages,
             ),
         )
 
@@ -109,6 +132,16 @@ class Bench:
         ids = random_ids(rng, self._loaded, WARM_UP_PAGES * self._page_size)
         for engine in self._engines.values():
             ask(engine, ids, max_new_tokens=2, store=False)
+
+    @property
+    def stalls(self) -> int:
+        """How often a request of the engine that keeps pages waited for room."""
+        return self._engines["kept"].cache.stats().room_wait.count
+
+    def close(self) -> None:
+        """Ends copies."""
+        for engine in self._engines.values():
+            engine.close()
 
     def ask(self, name: EngineName, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]) -> Answer:
         """The answer of one engine. The fastest is asked for its first token only."""
@@ -134,6 +167,20 @@ class Bench:
                     raise AssertionError("ids drawn at random were found in the cache")
                 total_ns[which] = answer.total_ns
             yield total_ns[0] / total_ns[1]
+
+
+def host_metrics_of(turns: Sequence[Turn], stalls: int) -> dict[str, Metric]:
+    """What hits in host memory cost: against computing, and against the same hits on the GPU."""
+    long = [turn for turn in turns if turn.is_long_and_from_host]
+    over_gpu = [turn.ttft_kept_ms / turn.ttft_ample_ms for turn in long if turn.ttft_ample_ms is not None]
+    host_tokens = sum(turn.host_tokens for turn in turns)
+    prompt_tokens = sum(turn.prompt_tokens for turn in turns)
+    return {
+        "ttft_ratio_cpu_hit": _median([turn.ratio for turn in long], "ratio"),
+        "ttft_cpu_over_gpu_hit": _median(over_gpu, "ratio"),
+        "matched_host_share": Metric(host_tokens / prompt_tokens if prompt_tokens else None, "share"),
+        "stalls": Metric(stalls, "requests"),
+    }
 
 
 def metrics_of(turns: Sequence[Turn], no_reuse: Sequence[float]) -> dict[str, Metric]:

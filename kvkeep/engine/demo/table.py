@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvkeep.engine.demo.measure import Turn
 
-COLUMNS = ("session", "turn", "prompt", "matched", "TTFT", "without", "ratio", "output")
+COLUMNS = ("session", "turn", "prompt", "matched", "from host", "TTFT", "without", "ratio", "output")
 
 
 class Display:
@@ -85,6 +85,7 @@ def _cells(turn: Turn) -> tuple[str, ...]:
         str(turn.turn),
         f"{turn.prompt_tokens:,}",
         f"{turn.matched_tokens:,}",
+        f"{turn.host_tokens:,}",
         f"{turn.ttft_kept_ms:,.0f} ms",
         f"{turn.ttft_without_ms:,.0f} ms",
         f"{turn.ratio:.1f} x",
