@@ -299,7 +299,7 @@ class TieredCache:
         names = self._storing.name_full_pages(lease)
         used = -(-kv_len // self._page_size)
         with self._lock:
-            which = [i for i in range(used) if complete or self._ledger.holders(lease.pages[i]) == 1]
+            which = [i for i in range(used) if complete or self._traffic.requests_holding(lease.pages[i]) == 1]
             ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
             if which and not self._traffic.suspend(ticket, page_ids(lease.pages[i] for i in which)):
                 free = self._traffic.parking.free
@@ -311,6 +311,8 @@ class TieredCache:
                 self._ledger.seal(lease.pages[used - 1 : used], lease.number)  # the tail: nobody writes it any more
             self._traffic.hold_sources(ticket)
             self._end(lease)
+        if self._transfers is not None:
+            self._transfers.start()
         return ticket
 
     def resume(self, ticket: Suspended, tokens: TokenIds) -> Lease:
@@ -335,7 +337,8 @@ class TieredCache:
             lease = self._open(ticket.identity, ids, limit if same_names else 0, ticket.media, may_drain=False)
             lease.store, lease.storable = ticket.store and same_names, ticket.storable
             first = lease.base
-            slots = {} if ticket.lost else {i: s for i, s in ticket.slots.items() if i >= first}
+            lost = ticket.lost or self._traffic.ended
+            slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
             if slots:
                 gpu = page_ids(lease.pages[i] for i in slots)
                 if not self._traffic.resume(ticket, page_ids(slots.values()), gpu, lease):

@@ -420,6 +420,11 @@ class Traffic:
         """GPU pages that copies hold and no request does."""
         return sum(self._gpu.holders(page) == 1 for copy in self._copies.values() for page in copy.gpu)
 
+    def requests_holding(self, page: int) -> int:
+        """How many live requests hold a GPU page: its holders, but for copies."""
+        holders = self._gpu.holders(page)
+        return holders if holders < 2 else holders - sum(page in copy.gpu for copy in self._copies.values())
+
     def shed(self) -> bool:
         """Takes out of the index the GPU pages at the ends of chains that only copies hold; False when there are none.
 
@@ -438,6 +443,11 @@ class Traffic:
                 self._tree.offer_run(run)
         self._gpu.drop(shed)
         return bool(shed)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no copy is made any more: what is in host memory stays there."""
+        return self._manager.ended
 
     def copies(self) -> Iterable[Copy]:
         """Every copy that is queued or in flight."""

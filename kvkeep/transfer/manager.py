@@ -107,6 +107,11 @@ class TransferManager:
         return self._dead
 
     @property
+    def ended(self) -> bool:
+        """Whether it makes no copy any more: it was closed, or its backend died."""
+        return self._closed or self._dead is not None
+
+    @property
     def busy(self) -> bool:
         """Whether a job waits or runs, so that `poll` can have something to say."""
         return bool(self._in_flight or self._loads or self._stores)

@@ -98,6 +98,26 @@ def test_oldest_is_never_preempted(stories: LoadedModel):
     assert [State.FINISHED] * 5 == [request.state for request in requests]
 
 
+def test_what_a_preemption_frees_is_for_those_that_run(stories: LoadedModel):
+    """After a preemption nothing is admitted before a running request has ended: pages do not change hands in vain.
+
+    The preempted request needs all the pages that it gave up, and one of them is taken.
+    """
+    engine = make(stories, 20)
+    requests = [engine.submit(drawn(number, 12), SamplingParams(max_new_tokens=40)) for number in range(5)]
+    preempted = ended = 0
+    held_running = 0
+    while engine.step():
+        if sum(request.ended for request in requests) > ended:
+            ended, held_running = sum(request.ended for request in requests), 0
+        if held_running:
+            assert engine.running <= held_running
+        if sum(request.preemptions for request in requests) > preempted:
+            preempted, held_running = sum(request.preemptions for request in requests), engine.running
+    assert preempted > 0
+    assert preempted <= 2 * len(requests)
+
+
 def test_a_request_waits_until_it_fits(stories: LoadedModel):
     """A large request at the head of the line is not overtaken by a small one, and starts when room is made."""
     engine = make(stories, 16)

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.lease import Lease
+from kvkeep.tiers.ledger import Ledger
+from kvkeep.traffic import Traffic
 from kvkeep.transfer.backend import Job
+from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import Cause
+from kvkeep.transfer.simulated import SimulatedBackend
 from tests.sim.request import Item, Request
 from tests.sim.world import Setup, World
 
@@ -53,6 +57,15 @@ class Rig:
         self.do("finish", request)
         return matched
 
+    def serve_alone(self, tokens: Sequence[int], **how: Any) -> int:
+        """A whole request that needs no copy, while others stand still."""
+        request = self.admitted(tokens, **how)
+        assert request.readable
+        matched = self.lease(request).matched_len
+        self.compute(request)
+        self.do("finish", request)
+        return matched
+
     def matched(self, tokens: Sequence[int], **how: Any) -> int:
         """How many tokens of a prompt match; it is aborted at once."""
         request = self.admitted(tokens, **how)
@@ -70,15 +83,13 @@ class Rig:
 
     def jobs(self, *causes: Cause) -> list[Job]:
         """Copies in flight, for one of these causes if any is given."""
-        assert self.world.backend is not None
-        return [job for job in self.world.backend.jobs if not causes or job.plan.cause in causes]
+        return [job for job in self.backend.jobs if not causes or job.plan.cause in causes]
 
     def finish(self, job: Job) -> None:
         """Moves a copy until it is reported; nobody has been told yet."""
-        assert self.world.backend is not None
-        self.world.backend.free(job)
-        while job in self.world.backend.jobs:
-            assert self.world.backend.step(job), f"{job} does not move"
+        self.backend.free(job)
+        while job in self.backend.jobs:
+            assert self.backend.step(job), f"{job} does not move"
 
     def poll(self) -> None:
         """The cache is told."""
@@ -86,9 +97,8 @@ class Rig:
 
     def settle(self) -> None:
         """Every copy that can end has ended, and so have those that follow from it."""
-        assert self.world.backend is not None
         self.poll()
-        while jobs := self.world.backend.movable:
+        while jobs := self.backend.movable:
             for job in jobs:
                 self.finish(job)
             self.poll()
@@ -101,6 +111,36 @@ class Rig:
         self.do("abort", request)
 
     # ------------------------------------------------------------------ counts
+
+    @property
+    def backend(self) -> SimulatedBackend:
+        """What moves the copies."""
+        assert self.world.backend is not None
+        return self.world.backend
+
+    @property
+    def transfers(self) -> TransferManager:
+        """What decides which copies move."""
+        assert self.cache.transfers is not None
+        return self.cache.transfers
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the cache knows of its copies."""
+        assert self.cache._traffic is not None
+        return self.cache._traffic
+
+    @property
+    def host(self) -> Ledger:
+        """Who owns the host pages."""
+        assert self.cache._host is not None
+        return self.cache._host.ledger
+
+    @property
+    def waiting(self) -> int:
+        """Copies that have not started."""
+        queues = self.transfers.stats().queues
+        return queues.loads + queues.stores
 
     @property
     def free(self) -> int:

@@ -52,8 +52,7 @@ def test_a_load_is_inherited_only_by_a_lease_that_ends_with_it() -> None:
     assert 10 == rig.lease(reader).matched_len
     rig.do("abort", first)
     (load,) = rig.jobs("promote")
-    assert rig.world.backend is not None
-    rig.world.backend.fail(load)
+    rig.backend.fail(load)
     lease = rig.lease(reader)
     rig.settle()
     assert lease.revoked
