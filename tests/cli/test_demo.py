@@ -48,7 +48,7 @@ def test_the_demo_answers_from_kept_pages_and_says_the_same(kvkeep: Run, tmp_pat
 
 
 def test_sessions_that_push_each_other_out_come_back_from_host_memory(kvkeep: Run, tmp_path: Path):
-    """With a pool too small for the sessions and a tier in host memory, hits come from there and outputs stay the same."""
+    """With a pool too small for the sessions, hits come from a tier in host memory, and outputs stay the same."""
     done = kvkeep("demo", *TINY, "--sessions", "4", "--turns", "3", "--max-new-tokens", "6", "--pool-pages", "36",
                   "--host-pages", "200", "--json", "out.json")  # fmt: skip
     assert (0, "") == (done.returncode, done.stderr)
