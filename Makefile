@@ -59,6 +59,12 @@ test-full: lint planted ## test, with the long proofs and every planted bug
 	@$(PYTEST) -q -m timing || [ $$? -eq 5 ]
 	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing" --hypothesis-profile=full
 
+SEEDS ?= 1000000
+
+.PHONY: soak
+soak: setup ## the simulator, a million seeds (SEEDS=, ARGS="--first N"); stops at the first that fails
+	@$(PY) -m tests.sim --seeds $(SEEDS) $(ARGS)
+
 .PHONY: planted
 planted: setup ## plant each known bug and see the tests catch it (ARGS="ID ...")
 	@$(PY) -m tests.planted $(ARGS)

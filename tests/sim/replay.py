@@ -32,14 +32,15 @@ def failure_of(setup: Setup, operations: Sequence[Operation]) -> str | None:
 
 
 def shortened(setup: Setup, operations: Sequence[Operation]) -> list[Operation]:
-    """Fewer operations that fail as well: chunks are left out, ever smaller ones, while what is left still fails."""
+    """Fewer operations that fail in the same way: ever smaller chunks are left out while what is left still does."""
+    kind = _kind(failure_of(setup, operations))
     left, runs, chunk = list(operations), 0, max(1, len(operations) // 2)
     while runs < SHORTENING_RUNS_MAX:
         at, gone = 0, False
         while at < len(left) and runs < SHORTENING_RUNS_MAX:
             without = left[:at] + left[at + chunk :]
             runs += 1
-            if failure_of(setup, without) is not None:
+            if _kind(failure_of(setup, without)) == kind:
                 left, gone = without, True
             else:
                 at += chunk
@@ -47,6 +48,10 @@ def shortened(setup: Setup, operations: Sequence[Operation]) -> list[Operation]:
             break
         chunk = max(1, chunk // 2)
     return left
+
+
+def _kind(failure: str | None) -> str | None:
+    return failure and failure.partition(":")[0]
 
 
 def script(setup: Setup, operations: Sequence[Operation]) -> str:
