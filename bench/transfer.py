@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench import _copies as cases
+from bench import _host_hits as host_hits
 from bench._measure import Case, Measured, measure, row, table
 from kvkeep.benching import median, summary
 from kvkeep.cli import Parser
@@ -39,6 +40,9 @@ MANAGER = {
 }
 
 
+ADMISSIONS = {"admit_cpu_hit_us_1000": (1000, 150.0)}
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How much is measured: rounds of each case, copies of whole pools a round, pages a pool, plans a round."""
@@ -58,7 +62,7 @@ def run(arguments: list[str]) -> Report:
     options = _parse(arguments)
     sizes = QUICK if options.quick else FULL
     submits: dict[str, dict[str, list[float]]] = {name: {} for name in MANAGER}
-    every = [*_rate_cases(sizes, options.threads), *_manager_cases(sizes, submits)]
+    every = [*_rate_cases(sizes, options.threads), *_manager_cases(sizes, submits), *_admission_cases(sizes)]
     measured = measure(every, options.rounds or sizes.rounds)
     plain = [entry for name, entry in measured.items() if name.startswith("memcpy")]
     floor = max(plain, key=lambda entry: entry.median)
@@ -66,9 +70,9 @@ def run(arguments: list[str]) -> Report:
     rows += [_rate_row(entry.case.name, entry.case.what, entry, None) for entry in plain]
     for name, (what, ratio) in RATES.items():
         rows.append(_rate_row(name, what, measured[name], None if ratio is None else (ratio, floor)))
-    rows += [row(measured[name], measured) for name in MANAGER]
+    rows += [row(measured[name], measured) for name in (*MANAGER, *ADMISSIONS)]
     rows += _submit_rows(submits)
-    metrics = {name: entry.metric() for name, entry in measured.items() if name in MANAGER}
+    metrics = {name: entry.metric() for name, entry in measured.items() if name in (*MANAGER, *ADMISSIONS)}
     metrics |= {name: _rate(measured[name]) for name in RATES}
     metrics[FLOOR] = _rate(floor)
     metrics["pieces_gbps"] = min(metrics["pieces_h2d_gbps"], metrics["pieces_d2h_gbps"], key=lambda m: m.value or 0.0)
@@ -117,6 +121,12 @@ def _manager_cases(sizes: Sizes, submits: dict[str, dict[str, list[float]]]) -> 
             yield Case(name, what, sample, limit)
         else:
             yield Case(name, f"{what}, a page", _per_page(sample, pages), limit)
+
+
+def _admission_cases(sizes: Sizes) -> Iterator[Case]:
+    for name, (pages, limit) in ADMISSIONS.items():
+        what = f"admit a prompt whose {pages} pages are in host memory, into a pool with room: time under the lock"
+        yield Case(name, what, host_hits.admissions(pages, max(sizes.plans // 5, 2)), limit)
 
 
 def _per_page(sample: cases.Sample, pages: int) -> cases.Sample:

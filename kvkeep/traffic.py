@@ -21,7 +21,7 @@ from kvkeep.index.run import NOWHERE, Run
 from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
 from kvkeep.lease import Lease
-from kvkeep.tiers.ledger import Ledger, State, as_index
+from kvkeep.tiers.ledger import SCALAR_PAGES_MAX, Ledger, State, as_index
 from kvkeep.transfer.backend import NO_WAIT, After, Job
 from kvkeep.transfer.manager import Completion, TransferManager
 from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan
@@ -486,19 +486,21 @@ class Traffic:
 
 def clean_tail(run: Run, count: int) -> int:
     """How many of the last `count` GPU copies of `run`, from the end, have a host copy."""
-    if run.host is None:
-        return 0
-    last, k = len(run.pages), 0
-    while k < count and run.host[last - 1 - k] != NOWHERE:
-        k += 1
-    return k
+    return 0 if run.host is None else _tail_of(run.host, len(run.pages), count, clean=True)
 
 
 def dirty_tail(run: Run, last: int, count: int) -> int:
     """How many of the `count` GPU copies of `run` before position `last`, from the end, have no host copy."""
-    if run.host is None:
-        return count
-    k = 0
-    while k < count and run.host[last - 1 - k] == NOWHERE:
-        k += 1
-    return k
+    return count if run.host is None else _tail_of(run.host, last, count, clean=False)
+
+
+def _tail_of(host: "array[int]", last: int, count: int, *, clean: bool) -> int:
+    """How many of the `count` entries of `host` before `last`, from the end, are alike: a copy, or none."""
+    if count <= SCALAR_PAGES_MAX:
+        k = 0
+        while k < count and (host[last - 1 - k] != NOWHERE) is clean:
+            k += 1
+        return k
+    has_copy = np.frombuffer(host, dtype=np.int32)[last - count : last] != NOWHERE
+    other = (has_copy != clean).nonzero()[0]
+    return count if not len(other) else count - 1 - int(other[-1])
