@@ -106,7 +106,7 @@ def test_readme_shows_how_to_start() -> None:
 
 def test_readme_example_runs() -> None:
     """The README's Python example runs as it stands and prints what it says."""
-    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
     promised = re.findall(r"# prints (.*)", example)
     assert promised
     result = run_python(example)
