@@ -14,6 +14,10 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 # No test may reach a model hub: what a test runs on is installed or made by the test.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Threads of one operation that spin while they wait for each other, on cores that other work wants too, take ten
+# times as long. Read once, when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # "ci" tries the same examples on every run, so that a change which did not touch the code cannot turn it red.
 # "full" tries other and more ones each time. A failure of either prints the line that replays it.
 settings.register_profile(
