@@ -1,13 +1,12 @@
 """A node, and a service over it at whose end nothing may be left."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
 from kvkeep.service import KVCacheService
-from tests.service.rigs import KEY, PATIENCE_S, Node, assert_clean, the
+from tests.service.rigs import KEY, Node, assert_clean, the
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def node() -> Node:
 @pytest_asyncio.fixture
 async def service(node: Node) -> AsyncIterator[KVCacheService]:
     """A service with one cache, at whose end nothing may be left."""
-    async with asyncio.timeout(PATIENCE_S), KVCacheService() as service:
+    async with KVCacheService() as service:
         service.add(KEY, node.cache)
         yield service
         assert 0 == the(service).cache.leases, "a lease was left behind"

@@ -55,6 +55,7 @@ class Node:
             transfers=self.manager,
             ledger=TracingLedger(pages),
         )
+        self.preempted = asyncio.Lock()  # who was preempted goes on with it
 
     def wrong_pages(self, label: bytes, tokens: Sequence[int], pages: Sequence[int], count: int) -> list[int]:
         """Which of the first `count` pages of a sequence do not hold its KV."""
@@ -81,27 +82,37 @@ class Client:
         self.preemptions = 0
 
     async def run(self, service: KVCacheService, tokens: Sequence[int], more: int) -> list[int]:
-        """Answers `tokens` with `more` tokens; a request that runs out of pages is preempted and begins again."""
+        """Answers `tokens` with `more` tokens.
+
+        A request that runs out of pages is preempted, and those that were go on one at a time: otherwise each of them
+        may take, for its prompt, the very page that another one needs to go on, for ever.
+        """
         tokens = list(tokens)
         until = len(tokens) + more
-        while True:
-            async with await service.admit(self.key, tokens, label=self.label) as lease:
-                await lease.ready()
-                self.hits += lease.matched_len
-                self.prefill(lease, tokens)
-                await asyncio.sleep(0)
-                try:
-                    while len(tokens) < until:
-                        token = self.random.randrange(1000)
-                        lease.extend([token])
-                        tokens.append(token)
-                        self.forward(lease, tokens, (len(tokens) - 2) // PAGE_SIZE)
-                        await asyncio.sleep(0)
-                except OutOfPages:
-                    self.preemptions += 1
-                lease.finish(len(tokens) - 1)
-                if len(tokens) == until:
-                    return tokens
+        if not await self.attempt(service, tokens, until):
+            async with self.node.preempted:
+                while not await self.attempt(service, tokens, until):
+                    pass
+        return tokens
+
+    async def attempt(self, service: KVCacheService, tokens: list[int], until: int) -> bool:
+        """Adds to `tokens` until there are so many; False when there are no pages for that."""
+        async with await service.admit(self.key, tokens, label=self.label) as lease:
+            await lease.ready()
+            self.hits += lease.matched_len
+            self.prefill(lease, tokens)
+            await asyncio.sleep(0)
+            try:
+                while len(tokens) < until:
+                    token = self.random.randrange(1000)
+                    lease.extend([token])
+                    tokens.append(token)
+                    self.forward(lease, tokens, (len(tokens) - 2) // PAGE_SIZE)
+                    await asyncio.sleep(0)
+            except OutOfPages:
+                self.preemptions += 1
+            lease.finish(len(tokens) - 1)
+        return len(tokens) == until
 
     def prefill(self, lease: LeaseHandle, tokens: Sequence[int]) -> None:
         """Checks the pages that came from the cache and computes the others."""
@@ -134,9 +145,10 @@ def prompt(first: int, pages: int) -> list[int]:
 
 async def until_waiting(service: KVCacheService, count: int) -> None:
     """Returns when so many wait for room."""
-    while True:
-        waiting = the(service).service
-        assert waiting is not None
-        if waiting.waiting == count:
-            return
-        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            waiting = the(service).service
+            assert waiting is not None
+            if waiting.waiting == count:
+                return
+            await asyncio.sleep(0)

@@ -163,7 +163,7 @@ async def test_a_hundred_clients(service: KVCacheService, node: Node, labels: in
     """A hundred clients over a pool that holds four requests: all are answered, no page is wrong, nothing is left."""
     random_ = random.Random(labels)
     clients = [Client(node, KEY, b"%d" % (i % labels), i) for i in range(100)]
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         for client in clients:
             pages = random_.randrange(1, 5)
             group.create_task(client.run(service, prompt(random_.randrange(12), pages), random_.randrange(1, 9)))
@@ -188,7 +188,8 @@ async def test_clients_that_are_cancelled_at_random(service: KVCacheService, nod
         for _ in range(random_.randrange(6)):
             await asyncio.sleep(0)
         task.cancel()
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(PATIENCE_S):
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [] == [error for error in ended if isinstance(error, Exception)]
     assert [] == [wrong for client in clients for wrong in client.wrong]
 
