@@ -341,7 +341,7 @@ def test_truncate_without_a_page_for_the_copy_changes_nothing() -> None:
     with pytest.raises(OutOfPages, match="1 pages asked for, 1 short"):
         cache.truncate(lease, 3)
     cache.check_invariants()
-    assert (4, 2, 4) == (lease.length, lease.sealed, lease.kv_len)
+    assert (4, 2, 4, 1) == (lease.length, lease.sealed, lease.kv_len, cache.stats().refusals)
     cache.truncate(lease, 1)
     cache.check_invariants()
     assert (1, 0, 1, 1) == (lease.length, lease.sealed, lease.kv_len, len(lease.pages))
