@@ -15,14 +15,14 @@ from kvkeep.traffic import Traffic
 
 def check_owners(gpu: Ledger, host: TierMap | None, leases: Iterable[Lease], traffic: Traffic | None) -> None:
     """Raises `InvariantViolation` when a page's holders are not the leases and copies that list it.  O(pages)."""
-    copies = list(traffic.copies()) if traffic is not None else []
+    copies = list(traffic.copies) if traffic is not None else []
     _check("GPU", gpu, [lease.pages for lease in leases] + [copy.gpu for copy in copies])
     if host is not None:
         _check("host", host.ledger, [copy.host for copy in copies if copy.ticket is None])
     if traffic is not None:
         parked = [copy.host for copy in copies if copy.ticket is not None]
-        tickets = [array("i", ticket.slots.values()) for ticket in traffic.suspended]
-        _check("suspension", traffic.parking, parked + tickets)
+        tickets = [array("i", ticket.slots.values()) for ticket in traffic.parking.suspended]
+        _check("suspension", traffic.parking.ledger, parked + tickets)
 
 
 def _check(what: str, ledger: Ledger, holdings: Iterable["array[int]"]) -> None:

@@ -146,14 +146,14 @@ class TieredCache:
             limit = min(limit, storable)
         with self._lock:
             identity = self._identity(salt, adapter, label)
-            lease = self._open(identity, ids, limit, by_page, may_drain=True)
+            lease = self._open(identity, ids, limit, by_page)
             lease.store, lease.storable = store, storable
             self._counting.admitted(lease)
         if self._transfers is not None and lease.copies:
             self._transfers.start()
         return lease
 
-    def _open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia, *, may_drain: bool) -> Lease:
+    def _open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia) -> Lease:
         """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest: all, or nothing."""
         length = len(ids)
         reserve = -(-length // self._page_size)
@@ -165,7 +165,7 @@ class TieredCache:
         number = self._numbered
         self._ledger.retain(pages, number)
         load = self._traffic.begin_load(below) if self._traffic is not None and below else None
-        drains = Drains(reserve - on_gpu - len(below) if may_drain else 0)
+        drains = Drains(reserve - on_gpu)
         try:
             pages.extend(self._room.take(reserve - on_gpu, number, drains))
         except OutOfPages as e:
@@ -177,7 +177,8 @@ class TieredCache:
         matched = on_gpu
         if self._traffic is not None and load is not None:
             last_name = self._tree.host_name(below[-1])
-            if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)]):
+            late = max(0, len(below) + drains.count - (reserve - on_gpu))
+            if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)], drains.copies, late):
                 matched, name = on_gpu + len(below), last_name
         rest = ids[matched * self._page_size :]
         own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
@@ -189,7 +190,7 @@ class TieredCache:
         if self._traffic is not None:
             self._traffic.join(pages[:matched], lease)
             for copy in drains.copies:
-                self._traffic.wait(lease, copy)
+                self._traffic.copies.wait(lease, copy)
         self._leases[number] = lease
         self._numbered += 1
         return lease
@@ -299,17 +300,17 @@ class TieredCache:
         names = self._storing.name_full_pages(lease)
         used = -(-kv_len // self._page_size)
         with self._lock:
-            which = [i for i in range(used) if complete or self._traffic.requests_holding(lease.pages[i]) == 1]
+            which = [i for i in range(used) if complete or self._traffic.copies.requests_holding(lease.pages[i]) == 1]
             ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
-            if which and not self._traffic.suspend(ticket, page_ids(lease.pages[i] for i in which)):
-                free = self._traffic.parking.free
+            if which and not self._traffic.parking.suspend(ticket, page_ids(lease.pages[i] for i in which)):
+                free = self._traffic.parking.ledger.free
                 raise CannotSuspend(f"{lease} needs {len(which)} pages for preempted requests, {free} are free")
             self._storing.seal_pages(lease, names)
             if not self._storing.store(lease):
                 self._storing.touch(lease)
             if used > lease.sealed:
                 self._ledger.seal(lease.pages[used - 1 : used], lease.number)  # the tail: nobody writes it any more
-            self._traffic.hold_sources(ticket)
+            self._traffic.parking.hold_sources(ticket)
             self._end(lease)
         if self._transfers is not None:
             self._transfers.start()
@@ -334,17 +335,17 @@ class TieredCache:
             assert self._traffic is not None
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
             limit = min(limit, ticket.storable) if ticket.storable is not None else limit
-            lease = self._open(ticket.identity, ids, limit if same_names else 0, ticket.media, may_drain=False)
+            lease = self._open(ticket.identity, ids, limit if same_names else 0, ticket.media)
             lease.store, lease.storable = ticket.store and same_names, ticket.storable
             first = lease.base
-            lost = ticket.lost or self._traffic.ended
+            lost = ticket.lost or self._traffic.copies.manager.ended
             slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
             if slots:
                 gpu = page_ids(lease.pages[i] for i in slots)
-                if not self._traffic.resume(ticket, page_ids(slots.values()), gpu, lease):
+                if not self._traffic.parking.resume(ticket, page_ids(slots.values()), gpu, lease):
                     self._end(lease)
                     raise NotReady(f"{ticket}: the queue of loads is full")
-            self._traffic.forget_suspended(ticket)
+            self._traffic.parking.forget(ticket)
             used = -(-kv_len // size)
             gone = [i for i in range(first, used) if i not in slots]
             lease.holes = [(i * size, min((i + 1) * size, kv_len)) for i in gone]
@@ -357,7 +358,7 @@ class TieredCache:
         """A suspended request will not be resumed."""
         with self._lock:
             if self._traffic is not None and ticket.live:
-                self._traffic.forget_suspended(ticket)
+                self._traffic.parking.forget(ticket)
 
     # ------------------------------------------------------------------ copies
 
@@ -393,10 +394,12 @@ class TieredCache:
         return self._transfers
 
     def _apply(self, done: Sequence[Completion]) -> None:
-        if done and self._traffic is not None:
+        if self._traffic is not None:
             for completion in done:
                 self._traffic.apply(completion)
-            self._counting.copies_ended()
+            self._traffic.start_deferred()
+            if done:
+                self._counting.copies_ended()
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Tells what computing `tokens` positions took, so that pages are loaded only where that is faster."""
@@ -410,7 +413,7 @@ class TieredCache:
         """
         if self._traffic is not None:
             with self._lock:
-                self._traffic.fence = event
+                self._traffic.copies.fence = event
 
     # ------------------------------------------------------------------ ends and rolling back
 

@@ -9,12 +9,13 @@ dropped when it cannot (a running decode), or when its place below would cost a 
 from array import array
 from collections.abc import Mapping
 
+from kvkeep.copies import Copy
 from kvkeep.errors import InvariantViolation, OutOfPages
 from kvkeep.index.run import Run
 from kvkeep.index.runs import RunTree
 from kvkeep.lease import Lease
 from kvkeep.tiers.ledger import Ledger
-from kvkeep.traffic import Copy, Traffic, clean_tail, dirty_tail
+from kvkeep.traffic import Traffic
 
 #: The coldest pages of the GPU pool that are kept copied down, and may leave in another order: a sixteenth of the pool,
 #: so that an admission of that size finds clean pages, within bounds that keep a round of cleaning short.
@@ -91,7 +92,7 @@ class Room:
 
     def out_of_pages(self, asked: int, short: int) -> OutOfPages:
         """The error with the numbers of now."""
-        copying = 0 if self._traffic is None else self._traffic.pages_held_alone()
+        copying = 0 if self._traffic is None else len(self._traffic.copies.pages_held_alone())
         held = self._ledger.held - copying
         return OutOfPages(asked=asked, short=short, in_flight=copying, held=held, total=self._ledger.total)
 
@@ -109,7 +110,7 @@ class Room:
             if not k:
                 order.shelve(run)
                 continue
-            clean = clean_tail(run, k)
+            clean = run.clean_tail(k)
             if not clean:
                 found = self._clean_in_window(count)
                 if found is not None:
@@ -118,7 +119,7 @@ class Room:
                 out.extend(self._leave(run, clean, owner))
                 count -= clean
                 continue
-            k = dirty_tail(run, len(run.pages), k)
+            k = run.dirty_tail(len(run.pages), k)
             copy = None
             if drains is not None and drains.count < drains.count_max:
                 k = min(k, drains.count_max - drains.count)
@@ -148,7 +149,7 @@ class Room:
             seen.append(run)
             k = self._ledger.idle_tail(run.pages, min(tree.coldest_stretch(run), left))
             left -= k
-            clean = clean_tail(run, min(k, count))
+            clean = run.clean_tail(min(k, count))
             if clean:
                 found = run, clean
         for run in seen:

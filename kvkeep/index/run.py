@@ -100,6 +100,24 @@ class Run:
                 i -= 1
         return self.stamps[i], ends[i + 1] if i + 1 < len(ends) else self.start
 
+    def clean_tail(self, count: int) -> int:
+        """How many of the last `count` GPU copies, from the end, have a host copy."""
+        if self.host is None:
+            return 0
+        last, k = len(self.pages), 0
+        while k < count and self.host[last - 1 - k] != NOWHERE:
+            k += 1
+        return k
+
+    def dirty_tail(self, last: int, count: int) -> int:
+        """How many of the `count` GPU copies before position `last`, from the end, have no host copy."""
+        if self.host is None:
+            return count
+        k = 0
+        while k < count and self.host[last - 1 - k] == NOWHERE:
+            k += 1
+        return k
+
     def extend(self, raw: Any, names: list[int], pages: "array[int]") -> None:
         """Adds entries with GPU copies behind the last entry; `touch` must follow, to stamp them."""
         self.tokens += raw

@@ -6,6 +6,7 @@ Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
     READY whose only owner is the index --recycle--> OPEN (of the request that needs room)
     OPEN --load--> LOADING --land--> READY              a copy writes it; if that fails --hand_over--> OPEN, or FREE
     READY --drain--> DRAINING --hand_over--> OPEN, or FREE   a copy still reads it, and one heir waits for it
+    DRAINING --load--> LOADING                               and another will write it then; --unload--> it will not
 
 Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
 the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
@@ -274,9 +275,24 @@ class Ledger:
     # ------------------------------------------------------------------ copies in flight
 
     def load(self, pages: "array[int]") -> None:
-        """OPEN -> LOADING: a copy will write the bytes, and is or becomes a holder."""
-        self._expect(pages, _OPEN, "loaded")
+        """OPEN or DRAINING -> LOADING: a copy will write the bytes, and is or becomes a holder.
+
+        A page that was DRAINING is written when those who read it are over.
+        """
+        states = self._states_np.take(as_index(pages))
+        bad = (states != _OPEN) & (states != _DRAINING)
+        if np.count_nonzero(bad):
+            raise self._broken("loaded", pages[int(bad.argmax())])
         self._set_state(pages, _LOADING)
+
+    def unload(self, pages: "array[int]", copy: object) -> None:
+        """LOADING -> DRAINING: `copy` will not be made, one copy still reads the pages, and the index has none."""
+        self._expect(pages, _LOADING, "unloaded")
+        for p in pages:
+            if self._words[p] not in (4, 6):
+                raise self._broken("unloaded", p)
+        self._set_state(pages, _DRAINING)
+        self.release(pages, copy)
 
     def generations(self, pages: "array[int]") -> "array[int]":
         """The generations of `pages`, as array('q')."""

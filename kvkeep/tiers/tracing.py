@@ -70,6 +70,10 @@ class TracingLedger(Ledger):
         self._distinct(pages)
         return super().land(pages, copy)
 
+    def unload(self, pages: "array[int]", copy: object) -> None:
+        self._distinct(pages)
+        super().unload(pages, copy)
+
     def hand_over(self, pages: "array[int]", copy: object) -> int:
         self._distinct(pages)
         return super().hand_over(pages, copy)

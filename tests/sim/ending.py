@@ -30,7 +30,8 @@ def end(world: World) -> None:
     assert (stats.pages_total, stats.host_pages_total) == (stats.pages_free, stats.host_pages_free)
     traffic = world.cache._traffic
     if traffic is not None:
-        assert traffic.parking.total == traffic.parking.free and not traffic.suspended and not list(traffic.copies())
+        assert traffic.parking.ledger.total == traffic.parking.ledger.free
+        assert not traffic.parking.suspended and not list(traffic.copies)
 
 
 def _waits_end(world: World) -> None:

@@ -98,7 +98,7 @@ def test_a_suspension_that_never_ends_loses_the_pages_not_the_request() -> None:
     rig.compute(request)
     rig.finish(rig.jobs("suspend")[0])
     rig.poll()
-    assert 4 == rig.traffic.parking.free
+    assert 4 == rig.traffic.parking.ledger.free
 
 
 def test_a_backend_that_dies_takes_its_tier_with_it(caplog: pytest.LogCaptureFixture) -> None:

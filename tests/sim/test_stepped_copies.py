@@ -89,7 +89,7 @@ def test_row_20_what_a_copy_was_told_does_not_change() -> None:
     rig.push_out()
     first, second = rig.admitted([*A, 9]), rig.admitted([*B, 9])
     pages = rig.lease(first).pages[:3], rig.lease(second).pages[:3]
-    told = [copy.job.plan for copy in rig.traffic.copies() if copy.job is not None]
+    told = [copy.job.plan for copy in rig.traffic.copies if copy.job is not None]
     rig.do("extend", first, [9, 9, 9], 0)
     assert list(pages) == [plan.targets for plan in told]
     rig.settle()
@@ -147,7 +147,7 @@ def test_row_25_a_load_comes_after_what_was_written_before() -> None:
     rig.serve([*A, 9])
     rig.world.do(("written",))
     rig.push_out()
-    gone = rig.admitted([7] * 8)
+    gone = rig.admitted([7] * 8, store=False)
     rig.compute(gone)
     rig.do("abort", gone)
     request = rig.admitted([*A, 9])

@@ -115,7 +115,7 @@ def test_a_suspension_that_finds_no_place_changes_nothing() -> None:
     for n in range(10, 20):
         rig.serve([n] * 7)
         rig.settle()
-    assert 2 == rig.traffic.parking.free
+    assert 2 == rig.traffic.parking.ledger.free
 
 
 def test_resume_fills_the_holes_that_others_left() -> None:

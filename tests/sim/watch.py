@@ -106,7 +106,7 @@ class Watch:
             assert cache._host is not None and cache._traffic is not None
             self._host = HostBytes(world.host.memory)
             self._free.append(FreePages("host", cache._host.ledger, self._host))
-            parking = cache._traffic.parking
+            parking = cache._traffic.parking.ledger
             self._free.append(FreePages("suspension", parking, self._host, world.host.tier_pages))
         self._mirror = Mirror(world) if world.setup.listening else None
         from tests.sim.world import SALTS, WEIGHTS  # below this module, but for these
@@ -295,7 +295,7 @@ class Before:
         cache = self._world.cache
         ledgers = [cache._ledger]
         if cache._traffic is not None and cache._host is not None:
-            ledgers += [cache._host.ledger, cache._traffic.parking]
+            ledgers += [cache._host.ledger, cache._traffic.parking.ledger]
         counts = [(bytes(x._words), bytes(x._states), sorted(x._free)) for x in ledgers]
         held = [
             [(p, g) for p, (g, word) in enumerate(zip(x._generations, x._words, strict=True)) if word] for x in ledgers
@@ -316,5 +316,5 @@ class Before:
             (lease.number, bytes(lease.pages), lease.length, lease.base, lease.stored, lease.path, len(lease.copies))
             for lease in self._world.leases()
         ]
-        copies = cache._traffic.copies() if cache._traffic is not None else ()
+        copies = cache._traffic.copies if cache._traffic is not None else ()
         return counts, held, runs, leases, [(copy.job, len(copy.leases)) for copy in copies]
