@@ -3,8 +3,8 @@
 Must not know models, devices or event loops.  Reads as the life of a request: admit, extend, seal, truncate,
 finish or abort; then how room is made; then what concerns the whole cache.
 
-Who owns a page at any moment: the leases that list it, and the index if it is in the run tree.  Decisions are taken
-under the lock; token ids are converted, hashed and compared to their limits outside it.
+Who owns a page at any moment: the leases and copies that list it, and the index if it is in the run tree.  Decisions
+are taken under the lock; token ids are converted and hashed outside it.
 """
 
 from array import array
@@ -58,7 +58,7 @@ ORDERS: dict[str, type[LruOrder]] = {"lru": LruOrder}
 class TieredCache:
     """Keeps the KV pages of ended requests and hands them to requests that begin with the same tokens.
 
-    config, pool: what and where.
+    config, pool: what and where.   host, transfers: the tier in host memory and what makes its copies, or neither.
     fingerprint: what KV bytes depend on besides tokens (`Fingerprint`, or bytes that stand for one).
     ledger, hash_fn: for tests: a tracing twin of the ledger, a hash that collides.
 
@@ -100,7 +100,7 @@ class TieredCache:
         self._order = order if order is not None else ORDERS[config.eviction]()
         self._host: TierMap | None = None
         self._traffic: Traffic | None = None
-        self._transfers = transfers
+        self.transfers = transfers
         if host is not None and host.pages and transfers is not None:
             self._host = TierMap(host_ledger or Ledger(host.tier_pages), ORDERS[config.eviction](Tier.HOST))
         self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
@@ -110,8 +110,7 @@ class TieredCache:
         self._leases: dict[int, Lease] = {}
         self._room = Room(self._ledger, self._tree, self._leases, self._traffic)
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
-        self._numbered = 0
-        self._counting = Counting()
+        self._counting, self._numbered = Counting(), 0
 
     # ------------------------------------------------------------------ the life of a request
 
@@ -149,8 +148,8 @@ class TieredCache:
             lease = self._open(identity, ids, limit, by_page)
             lease.store, lease.storable = store, storable
             self._counting.admitted(lease)
-        if self._transfers is not None and lease.copies:
-            self._transfers.start()
+        if self.transfers is not None and lease.copies:
+            self.transfers.start()
         return lease
 
     def _open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia) -> Lease:
@@ -312,8 +311,8 @@ class TieredCache:
                 self._ledger.seal(lease.pages[used - 1 : used], lease.number)  # the tail: nobody writes it any more
             self._traffic.parking.hold_sources(ticket)
             self._end(lease)
-        if self._transfers is not None:
-            self._transfers.start()
+        if self.transfers is not None:
+            self.transfers.start()
         return ticket
 
     def resume(self, ticket: Suspended, tokens: TokenIds) -> Lease:
@@ -350,8 +349,8 @@ class TieredCache:
             gone = [i for i in range(first, used) if i not in slots]
             lease.holes = [(i * size, min((i + 1) * size, kv_len)) for i in gone]
             lease.kv_len = kv_len
-        if self._transfers is not None:
-            self._transfers.start()
+        if self.transfers is not None:
+            self.transfers.start()
         return lease
 
     def discard(self, ticket: Suspended) -> None:
@@ -368,14 +367,14 @@ class TieredCache:
         Engines call it once a step: it lets leases go on (`Lease.read_in_progress`), and copies cold pages down ahead
         of need while the link is idle.  A cache of one tier makes no copies: it returns 0.
         """
-        if self._transfers is None or self._traffic is None:
+        if self.transfers is None or self._traffic is None:
             return 0
-        done = self._transfers.poll()
+        done = self.transfers.poll()
         with self._lock:
             self._apply(done)
             if self._ledger.free < self._room.window:
                 self._traffic.clean(self._room.window)
-        self._transfers.start()
+        self.transfers.start()
         return len(done)
 
     def close(self, *, drain: bool, timeout_s: float) -> None:
@@ -383,15 +382,10 @@ class TieredCache:
 
         drain: they are finished if `timeout_s` seconds suffice for it; otherwise cut short.
         """
-        if self._transfers is not None:
-            done = self._transfers.close(drain=drain, timeout_s=timeout_s)
+        if self.transfers is not None:
+            done = self.transfers.close(drain=drain, timeout_s=timeout_s)
             with self._lock:
                 self._apply(done)
-
-    @property
-    def transfers(self) -> TransferManager | None:
-        """What makes the copies, to ask whether it is busy and what it has done."""
-        return self._transfers
 
     def _apply(self, done: Sequence[Completion]) -> None:
         if self._traffic is not None:
