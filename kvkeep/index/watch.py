@@ -61,7 +61,9 @@ class Watch:
     def remove(self, runs: npt.NDArray[Any], depths: npt.NDArray[np.int32], reason: Reason) -> None:
         """The entries at `depths` of `runs`, one for each, are about to leave; pages of one run stand together."""
         parts: dict[Reason, list[Names]] = {}
-        ends = [*(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist(), len(runs)]
+        ends = [len(runs)]
+        if runs[0] is not runs[-1]:
+            ends[:0] = (np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist()
         first = 0
         for last in ends:
             run: Run = runs[first]
@@ -74,7 +76,7 @@ class Watch:
             parts.setdefault(reason, []).append(names)
             first = last
         for why, found in parts.items():
-            left = np.concatenate(found)
+            left = found[0] if len(found) == 1 else np.concatenate(found)
             if len(left):
                 self._listener.removed(self._tier, left, why)
 
