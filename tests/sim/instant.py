@@ -3,11 +3,12 @@
 Must not count by itself: every hit is an admission's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
+from kvkeep.index.names import TokenIds
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.transfer.manager import TransferManager
@@ -19,8 +20,8 @@ PAGE_NBYTES = 16
 class Turn(NamedTuple):
     """A request: its prompt, and all of its tokens when it ends."""
 
-    prompt: Sequence[int]
-    final: Sequence[int]
+    prompt: TokenIds
+    final: TokenIds
 
 
 class Hits(NamedTuple):

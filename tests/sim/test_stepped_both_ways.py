@@ -36,6 +36,8 @@ def test_a_load_into_pages_on_their_way_down_starts_when_they_are(when: str) -> 
     lease = rig.lease(request)
     assert [State.LOADING] * 3 == [rig.cache._ledger.state(page) for page in lease.pages[:3]]
     assert (6, 0, 4) == (lease.matched_len, rig.cache.stats().pages_lost, rig.cache.stats().pages_demoted)
+    rig.poll()
+    assert not rig.jobs("promote")
     rig.finish(rig.jobs("demote")[0])
     assert not rig.jobs("promote")
     rig.poll()
