@@ -285,7 +285,11 @@ class Engine:
         budget = self._chunk_tokens
         for request in ready:
             if request.holes:
-                batch.append((request, self._hole(request)))
+                if not budget:
+                    break
+                piece = self._hole(request, budget)
+                budget -= piece.segment.rows
+                batch.append((request, piece))
             elif request.pending > 1:
                 grid_end = (request.kv_len // self._chunk_tokens + 1) * self._chunk_tokens
                 end = min(len(request.ids), grid_end)
@@ -303,10 +307,10 @@ class Engine:
             wanted=end == len(request.ids),
         )
 
-    def _hole(self, request: Request) -> Piece:
-        """The next positions of a resumed request whose K and V are gone."""
+    def _hole(self, request: Request, rows_max: int) -> Piece:
+        """The next positions, `rows_max` at most, of a resumed request whose K and V are gone."""
         start, end = request.holes[0]
-        end = min(end, start + self._chunk_tokens)
+        end = min(end, start + rows_max)
         return Piece(segment=Segment(request.held.pages, start, end), ids=request.ids[start:end], wanted=False)
 
     def _advance(self, batch: Sequence[tuple[Request, Piece]], logits: torch.Tensor) -> None:
