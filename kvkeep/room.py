@@ -51,6 +51,8 @@ class Room:
         self._leases = leases
         self._traffic = traffic
         self.window = min(max(ledger.total // 16, WINDOW_PAGES_MIN), WINDOW_PAGES_MAX)
+        if tree.host is not None:  # of a small lower tier, copies made ahead of need must not take most places
+            self.window = min(self.window, tree.host.ledger.total // 4)
         self.pages_evicted = 0
         self.pages_demoted = 0
         self.pages_lost = 0

@@ -253,6 +253,13 @@ BUGS: tuple[Bug, ...] = (
         (TIERS + "test_a_hot_chain_is_never_promoted_again",),
     ),
     Bug(
+        "room-copies-ahead-of-need-fill-a-small-tier",
+        ROOM,
+        "self.window = min(self.window, tree.host.ledger.total // 4)",
+        "self.window = max(self.window, tree.host.ledger.total // 4)",
+        (FOUND + "test_copies_ahead_of_need_leave_a_small_tier_its_places",),
+    ),
+    Bug(
         "room-decode-waits-for-a-copy",
         ROOM,
         "if drains is not None and drains.count < drains.count_max:",

@@ -79,29 +79,43 @@ def test_nothing_is_rolled_back_or_sealed_while_copies_run() -> None:
 
 def test_a_host_copy_of_a_page_that_became_hot_gives_way() -> None:
     """Pages were copied down ahead of need and are used ever since: their places are had by pages that leave."""
-    rig = Rig(pages=16, tier_pages=6)
+    rig = Rig(pages=16, tier_pages=16)
     for tokens in (A, [4] * 6, [5] * 6, [6] * 6, [7] * 2):
         rig.serve([*tokens, 9])
     rig.settle()
     assert (4, 0) == (rig.host_cached, rig.host_only)
-    for other in (8, 10, 11):
+    for other in range(10, 20):
         assert 6 == rig.serve([*A, 9])
         rig.serve([other] * 7)
         rig.settle()
-    assert 6 == rig.host_cached
-    assert 2 == rig.host_only, "six places, four of them for the copies made ahead of need"
+    assert 16 == rig.host_cached
+    assert 12 == rig.host_only, "sixteen places, four of them for the copies made ahead of need"
+
+
+def test_copies_ahead_of_need_leave_a_small_tier_its_places() -> None:
+    """Host memory of four pages holds at most one that the GPU has as well."""
+    rig = Rig(pages=16, tier_pages=4)
+    for n in range(10, 20):
+        rig.serve([n] * 7)
+        rig.settle()
+    assert (4, 3) == (rig.host_cached, rig.host_only)
 
 
 def test_cleaning_does_not_push_out_pages_that_are_hotter() -> None:
     """The coldest page finds no place in host memory; a hotter one that does would lose it to it, again and again."""
-    rig = Rig(pages=8, tier_pages=3)
-    rig.serve([*A, 9])
-    rig.serve([5] * 7)
+    rig = Rig(pages=13, tier_pages=8)
+    rig.serve([5, 5, 9])
+    reader = rig.admitted([5, 5, 8])
+    long = [1, 2] * 9
+    rig.serve([*long, 9])
+    rig.do("abort", rig.admitted([7] * 20, reuse=False))  # all but the first page of the long chain goes down
     rig.settle()
-    rig.serve([*A, 9])
-    rig.serve([6] * 7)  # two of A's pages, which have host copies, make room
+    rig.do("abort", reader)
+    assert 8 == rig.host_only
+    blocker = rig.admitted([7] * 20, reuse=False)
     rig.settle()
-    assert 6 == rig.matched([*A, 9])
+    rig.do("abort", blocker)
+    assert 18 == rig.matched([*long, 9])
 
 
 def test_promotions_are_not_remembered_for_ever() -> None:

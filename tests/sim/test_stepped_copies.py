@@ -102,16 +102,14 @@ def test_row_21_the_target_of_a_store_is_not_taken_for_another() -> None:
     """One place in host memory, on which a store is in flight: the next one is not made, and the first is whole."""
     rig = Rig(pages=4, tier_pages=1)
     rig.serve([1, 1, 9])
-    rig.poll()
-    (store,) = rig.jobs("clean")
-    rig.serve_alone([2, 2, 9])
-    rig.poll()
-    assert [store] == rig.jobs()
+    rig.serve([2, 2, 9])
+    request = rig.admitted([7] * 8)  # both have to leave
+    (store,) = rig.jobs()
+    assert (1, 1, 1) == (len(store.plan), rig.cache.stats().pages_demoted, rig.cache.stats().pages_lost)
     rig.finish(store)
     rig.poll()
-    assert 1 == rig.host_cached
-    rig.do("abort", rig.admitted([7] * 6))  # the coldest page leaves
-    assert (1, 2) == (rig.host_only, rig.serve([1, 1, 9]))
+    rig.do("abort", request)
+    assert [0, 2] == [rig.matched([2, 2, 9]), rig.serve([1, 1, 9])]
 
 
 def test_row_23_a_load_keeps_its_sources_while_room_is_made_for_it() -> None:
