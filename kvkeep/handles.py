@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Self
 
 from kvkeep.cache import TieredCache
+from kvkeep.copies import Suspended
 from kvkeep.counting import Waits
 from kvkeep.errors import InvariantViolation, KvkeepError, LeaseEnded, LeaseRevoked, NotReady, OutOfPages, ServiceClosed
 from kvkeep.index.names import TokenIds
 from kvkeep.lease import Lease
 from kvkeep.telemetry.snapshot import WaitingStats
-from kvkeep.traffic import Suspended
 
 
 class LeaseHandle:

@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import Self
 
 from kvkeep.cache import TieredCache
+from kvkeep.copies import Suspended
 from kvkeep.errors import BadInput, InvariantViolation, NoRoomInTime, ServiceClosed
 from kvkeep.handles import Desk, LeaseHandle, stopped
 from kvkeep.index.names import MediaItem, TokenIds, as_int32
 from kvkeep.lease import Lease
 from kvkeep.telemetry.snapshot import CacheKey, CacheSnapshot
-from kvkeep.traffic import Suspended
 
 log = logging.getLogger(__name__)
 

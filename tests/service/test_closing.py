@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 from kvkeep.errors import InvariantViolation, ServiceClosed
+from kvkeep.lease import Lease
 from kvkeep.service import KVCacheService
 from kvkeep.telemetry.snapshot import CacheKey
 from tests.service.rigs import KEY, PATIENCE_S, Client, Node, assert_clean, prompt, until_waiting
@@ -145,3 +146,63 @@ async def test_an_error_in_the_poller_reaches_everybody(node: Node, monkeypatch:
     with pytest.raises(InvariantViolation, match="page 7"):
         await asyncio.wait_for(service.aclose(drain=True), PATIENCE_S)
     assert_clean(node)
+
+
+@pytest.mark.asyncio
+async def test_an_error_met_for_somebody_else_reaches_both(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that ends lets the next one in; when that breaks, who ended and who waited are both told."""
+    service = await KVCacheService().__aenter__()
+    service.add(KEY, node.cache)
+    holder = await service.admit(KEY, prompt(9, 16))
+    waiting = asyncio.create_task(service.admit(KEY, prompt(8, 20)))
+    await until_waiting(service, 1)
+
+    def broken(*_: object, **__: object) -> Lease:
+        raise InvariantViolation("page 7 freed twice")
+
+    desk = service._desks[KEY]
+    monkeypatch.setattr(next(iter(desk._queue)), "_ask", broken)
+    with pytest.raises(InvariantViolation, match="page 7"):
+        holder.abort()
+    with pytest.raises(InvariantViolation, match="page 7"):
+        await asyncio.wait_for(waiting, PATIENCE_S)
+    with pytest.raises(InvariantViolation, match="page 7"):
+        await asyncio.wait_for(service.aclose(drain=True), PATIENCE_S)
+    assert_clean(node)
+
+
+@pytest.mark.asyncio
+async def test_a_poller_that_somebody_cancels_is_no_silence(node: Node) -> None:
+    """When the poller is cancelled, as an event loop does at its end, those who wait are told."""
+    service = await KVCacheService().__aenter__()
+    service.add(KEY, node.cache)
+    holder = await service.admit(KEY, prompt(9, 16))
+    waiting = asyncio.create_task(service.admit(KEY, prompt(8, 20)))
+    await until_waiting(service, 1)
+    [poller] = [task for task in asyncio.all_tasks() if task.get_name() == "kvkeep poller"]
+    poller.cancel()
+    with pytest.raises(ServiceClosed, match="event loop"):
+        await asyncio.wait_for(waiting, PATIENCE_S)
+    holder.abort()
+    with pytest.raises(ServiceClosed, match="event loop"):
+        await asyncio.wait_for(service.aclose(drain=True), PATIENCE_S)
+    assert_clean(node)
+
+
+@pytest.mark.asyncio
+async def test_a_cache_that_does_not_close_keeps_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cache is closed, and the first failure is told."""
+    nodes = [Node(), Node()]
+    service = await KVCacheService().__aenter__()
+    for i, node in enumerate(nodes):
+        service.add(CacheKey("n", rank=i), node.cache)
+
+    def broken(*, drain: bool, timeout_s: float) -> None:
+        raise InvariantViolation("it does not close")
+
+    monkeypatch.setattr(nodes[0].cache, "close", broken)
+    with pytest.raises(InvariantViolation, match="does not close"):
+        await asyncio.wait_for(service.aclose(drain=False), PATIENCE_S)
+    assert not any(thread.is_alive() for thread in nodes[1].backend._threads)
+    monkeypatch.undo()
+    nodes[0].cache.close(drain=False, timeout_s=PATIENCE_S)

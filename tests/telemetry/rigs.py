@@ -32,11 +32,12 @@ class TwoTiers:
         hash_fn: Hash64 = hash64,
         seed: int = 0,
         fail_rate: float = 0.0,
+        stuck_rate: float = 0.0,
         suspend_pages: int = 0,
         deadline_s: float = 1e9,
     ) -> None:
         self.random = random.Random(seed)
-        self.backend = SimulatedBackend(page_nbytes=PAGE_NBYTES, seed=seed, fail_rate=fail_rate)
+        self.backend = SimulatedBackend(page_nbytes=PAGE_NBYTES, seed=seed, fail_rate=fail_rate, stuck_rate=stuck_rate)
         self.manager = TransferManager(
             self.backend,
             bytes_in_flight_max=PAGE_NBYTES * 64,
