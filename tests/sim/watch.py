@@ -251,11 +251,12 @@ class Before:
         assert 0 <= matched <= len(found)
         self.refused(refusal, refusal.asked, pinned=sum(cache._ledger.is_idle(page) for page in found[:matched]))
 
-    def refused_resumption(self, refusal: OutOfPages) -> None:
-        """A suspended request was refused; what it would have matched is not known here."""
-        self.unchanged()
-        assert refusal.asked > self._stats.pages_free
-        assert self._stats.pages_total == refusal.total
+    def refused_resumption(self, refusal: OutOfPages, request: Request) -> None:
+        """A suspended request was refused: of what is idle it was to match no more than it did not ask for."""
+        stats, matched = self._stats, -(-len(request.tokens) // PAGE_SIZE) - refusal.asked
+        pinned = stats.pages_free + stats.pages_cached + refusal.short - refusal.asked
+        assert 0 <= pinned <= matched, f"{refusal}: {pinned} idle pages could not be had, and {matched} were matched"
+        self.refused(refusal, refusal.asked, pinned=pinned)
 
     def refused_truncation(self, refusal: OutOfPages, gone: Sequence[int]) -> None:
         """There was no page for a copy of a sealed one."""

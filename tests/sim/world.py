@@ -275,7 +275,7 @@ class World:
         except OutOfPages as refusal:
             self.seen["resume refused"] += 1
             if before is not None:
-                before.refused_resumption(refusal)
+                before.refused_resumption(refusal, request)
             return
         request.lease, request.ticket = lease, None
         request.holes = list(lease.holes)
