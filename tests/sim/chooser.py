@@ -41,6 +41,7 @@ def setup_of(seed: int) -> Setup:
         in_flight_pages=pick((2, 6, 1000)),
         queue_pages=pick((2, 6, 1000)),
         listening=pick((False, False, True)),
+        traced=pick((False, False, False, True)),
     )
 
 

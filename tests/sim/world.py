@@ -19,7 +19,8 @@ from kvkeep.index.names import Identity, hash64, make_identity
 from kvkeep.lease import Lease
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
-from kvkeep.tiers.ledger import State
+from kvkeep.tiers.ledger import Ledger, State
+from kvkeep.tiers.tracing import TracingLedger
 from kvkeep.transfer.backend import Job
 from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.simulated import STEP_NS, SimulatedBackend, When
@@ -43,6 +44,7 @@ class Setup:
     when: at which of the legal moments copies move bytes; None for the seed's choice.
     deadline_steps: steps of the backend after which a copy is overdue.
     listening: somebody is told which names enter and leave the tiers.
+    traced: the ledgers know every owner by name.
     """
 
     pages: int = 8
@@ -59,6 +61,7 @@ class Setup:
     in_flight_pages: int = 1000
     queue_pages: int = 1000
     listening: bool = False
+    traced: bool = False
 
 
 class World:
@@ -76,6 +79,7 @@ class World:
         if setup.tier_pages is not None:
             self.host = CpuPool(LAYOUT, setup.tier_pages, setup.suspend_pages, limit_nbytes=1 << 30)
             self._connect(self.host)
+        ledger = TracingLedger if setup.traced else Ledger
         self.hash_fn = narrow_hash if setup.narrow_names else hash64
         self.cache = TieredCache(
             CacheConfig(page_size=PAGE_SIZE, index_at=setup.index_at),
@@ -83,6 +87,9 @@ class World:
             WEIGHTS[0],
             host=self.host,
             transfers=self.manager,
+            ledger=ledger(setup.pages),
+            host_ledger=ledger(setup.tier_pages or 0),
+            parking_ledger=ledger(setup.suspend_pages),
             hash_fn=self.hash_fn,
         )
         self.weights = 0
