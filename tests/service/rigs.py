@@ -27,7 +27,7 @@ from kvkeep.transfer.manager import TransferManager
 KEY = CacheKey("node")
 PAGE_SIZE = 4
 LAYOUT = PageLayout(layers=1, kv_heads=1, head_dim=4, page_size=PAGE_SIZE, dtype="float16")
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 
 
 def kv_of(label: bytes, tokens: Sequence[int]) -> bytes:

@@ -136,6 +136,21 @@ async def test_a_revoked_lease_goes_before_all_that_wait() -> None:
     tiers.check()
 
 
+async def test_pages_that_a_copy_lets_go_of_are_given_out() -> None:
+    """Who waits for pages that only a copy holds has them when the copy is over, without anybody asking."""
+    tiers = make_tiers()
+    async with serving(tiers) as service:
+        lease = await service.admit(KEY, A)
+        waiting = asyncio.create_task(service.admit(KEY, prompt(7, 7)))
+        await asyncio.sleep(0)
+        lease.abort()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await until(tiers, waiting.done)
+        (await waiting).abort()
+    tiers.check()
+
+
 async def test_a_copy_that_hangs_holds_up_nobody_for_longer_than_its_deadline() -> None:
     """A load that is overdue is given up: its lease is admitted again and computes; the pages stay the copy's."""
     tiers = make_tiers(16, deadline_s=20e-5)

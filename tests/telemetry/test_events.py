@@ -200,6 +200,23 @@ def test_a_chain_is_told_with_its_parents() -> None:
     assert ("stored", None, names[2], names[3:5]) == (second.kind, second.reason, second.parent, list(second.names))
 
 
+def test_every_chain_has_its_own_event() -> None:
+    """A branch names the page where it leaves another chain; chains stored one after the other stay two."""
+    tiers = TwoTiers(32)
+    follower = Follower(EventLog(tiers.cache))
+    trunk, branch = prompt(1, 3), [*prompt(1, 2)[:-1], *prompt(2, 2)]
+    tiers.store(trunk)
+    tiers.store(branch)
+    tiers.store(prompt(3, 1))
+    found = [(event.parent, list(event.names)) for event in follower.catch_up()]
+    root = make_identity(b"fp").name
+    assert [
+        (root, names_of(trunk)),
+        (names_of(trunk)[1], names_of(branch)[2:]),
+        (root, names_of(prompt(3, 1))),
+    ] == found
+
+
 def totals(events: Iterable[Event]) -> dict[tuple[Any, ...], int]:
     """Names by kind, tier and reason: in how many events they came depends on when copies were made."""
     out: Counter[tuple[Any, ...]] = Counter()
@@ -229,6 +246,15 @@ def test_row_55_an_eviction_is_told_from_a_demotion() -> None:
     small.store(prompt(1, 2))
     small.store(prompt(2, 3))
     assert {("stored", "gpu", None): 5, ("removed", "gpu", "evicted"): 2} == totals(follower.catch_up())
+
+
+def test_one_page_that_leaves_is_told() -> None:
+    """The short way that a decode's next page takes is told like every other."""
+    tiers = TwoTiers(4, 0)
+    follower = Follower(EventLog(tiers.cache))
+    tiers.store(prompt(1, 3))
+    tiers.cache.abort(tiers.cache.admit(prompt(2, 1)))
+    assert [("stored", "gpu", None, 3), ("removed", "gpu", "evicted", 1)] == summary(follower.catch_up())
 
 
 def test_row_54_a_reset_is_an_event_of_each_tier() -> None:
