@@ -287,7 +287,7 @@ class Desk:
                 revoked.append(handle)
         for handle in sorted(revoked, key=lambda handle: handle.since, reverse=True):
             self._again(handle)
-        if done:
+        if done or revoked:
             self._serve()
         return done
 

@@ -179,10 +179,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "service-room-that-copies-made-is-not-given-out",
         HANDLES,
-        """        if done:
-            self._serve()""",
-        """        if revoked:
-            self._serve()""",
+        "if done or revoked:",
+        "if revoked:",
         (COPY_TESTS + "test_pages_that_a_copy_lets_go_of_are_given_out",),
     ),
     Bug(
