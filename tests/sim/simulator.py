@@ -3,6 +3,7 @@
 Must not know what must hold: see `watch` and `ending`.
 """
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -73,18 +74,30 @@ def run_seed(seed: int, operations: int = OPERATIONS, *, checked: bool = True) -
 
 def run_seeds(seeds: Iterable[int], operations: int = OPERATIONS, *, checked: bool = True) -> Tally:
     """Every seed, in this process."""
-    logging.getLogger("kvkeep.transfer.manager").setLevel(logging.CRITICAL)  # backends die by design here
     tally = Tally()
     began = time.process_time()
-    for seed in seeds:
-        world, failure = run_seed(seed, operations, checked=checked)
-        tally.seeds += 1
-        tally.operations += operations if failure is None else len(failure.operations)
-        tally.seen.update(world.seen)
-        if failure is not None:
-            tally.failures.append(failure)
+    with quiet_deaths():
+        for seed in seeds:
+            world, failure = run_seed(seed, operations, checked=checked)
+            tally.seeds += 1
+            tally.operations += operations if failure is None else len(failure.operations)
+            tally.seen.update(world.seen)
+            if failure is not None:
+                tally.failures.append(failure)
     tally.cpu_s = time.process_time() - began
     return tally
+
+
+@contextlib.contextmanager
+def quiet_deaths() -> Iterator[None]:
+    """Backends die by design in here: no word of it in the log, and afterwards the log is as it was."""
+    log = logging.getLogger("kvkeep.transfer.manager")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def run_many(first: int, count: int, processes: int, operations: int = OPERATIONS, *, checked: bool = True) -> Tally:
