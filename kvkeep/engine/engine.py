@@ -279,7 +279,7 @@ class Engine:
 
     def _compose(self) -> list[tuple[Request, Piece]]:
         """The next forward: every request that decodes, longest first, then prompts, oldest first, up to a chunk."""
-        ready = [r for r in self._running if not r.starved and not r.held.read_in_progress]
+        ready = [r for r in self._running if not r.starved and self._may_run(r)]
         decoding = sorted((r for r in ready if r.pending == 1 and not r.holes), key=lambda r: -len(r.ids))
         batch = [(request, self._piece(request, len(request.ids))) for request in decoding]
         budget = self._chunk_tokens
@@ -298,6 +298,11 @@ class Engine:
                 budget -= end - request.kv_len
                 batch.append((request, self._piece(request, end)))
         return batch
+
+    def _may_run(self, request: Request) -> bool:
+        """Whether a forward may be launched over the request's pages: on a stream, behind the copies out of them."""
+        gate = request.held.gate
+        return gate.open or (self._below is not None and gate.wait_on(self._below.stream))
 
     def _piece(self, request: Request, end: int) -> Piece:
         start = request.kv_len

@@ -31,13 +31,16 @@ class Sizes(Protocol):
 
 
 class HostTier:
-    """`pool` of host pages, the `backend` that copies, and the `transfers` over it."""
+    """`pool` of host pages, the `backend` that copies, and the `transfers` over it.
+
+    stream: the one that forwards are launched on; None where the host computes them.
+    """
 
     def __init__(self, gpu: GpuPool, sizes: Sizes) -> None:
         assert gpu.layout is not None and gpu.memory is not None
-        self._cuda = gpu.kv.device.type == "cuda"
+        self.stream = torch.cuda.current_stream(gpu.kv.device) if gpu.kv.device.type == "cuda" else None
         self.backend: Backend
-        if self._cuda:
+        if self.stream is not None:
             from kvkeep.transfer.cuda import CudaBackend
             from kvkeep.transfer.cuda_api import CudaApi
 
@@ -57,8 +60,4 @@ class HostTier:
 
     def written(self) -> After:
         """An event that is done when what has been queued on the device so far is."""
-        if not self._cuda:
-            return NO_WAIT
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return NO_WAIT if self.stream is None else self.stream.record_event()

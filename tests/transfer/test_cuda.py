@@ -287,19 +287,16 @@ def test_device_that_dies_while_draining_ends_every_job():
     assert "the device is lost" == manager.dead
 
 
-def test_gate_orders_the_engines_stream():
+def test_engines_stream_comes_after_a_store_that_runs():
     """A page handed over while its store still runs may be written at once by a stream that waits for the store."""
     bench = Bench()
     manager = TransferManager(bench.backend, bytes_in_flight_max=10**6, queue_pages_max=99, deadline_s=60.0)
     store = manager.submit(plan("demote", [3], [4]), after=ComputeEvent(bench.api, done=True))
     assert store is not None
-    gate = manager.gate([store])
     compute = bench.api.new_stream()
-    gate.wait_on(compute)
-    assert [store] == gate.jobs, "it has not been launched"
+    assert not manager.order_after(store, compute), "it has not been launched"
     manager.start()
-    gate.wait_on(compute)
-    assert gate.open and store.gating
+    assert manager.order_after(store, compute)
 
     def overwrite() -> bool:
         bench.device.poison([3])
@@ -310,3 +307,4 @@ def test_gate_orders_the_engines_stream():
         bench.api.tick()
     assert [True] == [one.ok for one in manager.poll()]
     assert bench.device_bytes[3] == bench.host.page_bytes(4) != bench.device.page_bytes(3)
+    assert not manager.order_after(store, compute), "it is over"
