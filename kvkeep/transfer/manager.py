@@ -115,6 +115,14 @@ class TransferManager:
         """Whether a job waits or runs, so that `poll` can have something to say."""
         return bool(self._in_flight or self._loads or self._stores)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs, but for copies that are overdue: they may never end."""
+        if not self.busy:
+            return True
+        with self._lock:
+            return not self._loads and not self._stores and all(job.overdue for job in self._in_flight)
+
     def stats(self) -> TransferStats:
         """Counters since the start, and the queues now."""
         with self._lock:

@@ -76,6 +76,13 @@ BUGS: tuple[Bug, ...] = (
         (LIFE + "test_row_34_a_hundred_aborts_leak_nothing",),
     ),
     Bug(
+        "cleaning-stops-for-a-copy-that-never-ends",
+        "kvkeep/transfer/manager.py",
+        "all(job.overdue for job in self._in_flight)",
+        "not self._in_flight",
+        (FAULTS + "test_cleaning_goes_on_beside_a_copy_that_never_ends",),
+    ),
+    Bug(
         "gate-opens-without-an-order",
         ALL_COPIES,
         "if self.manager.order_after(copy.job, stream):",

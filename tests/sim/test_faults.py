@@ -63,6 +63,21 @@ def test_a_load_that_never_ends_releases_who_waits_and_keeps_its_pages() -> None
     assert (1, 6) == (rig.transfers.stats().late, rig.free + rig.cache.stats().pages_cached)
 
 
+def test_cleaning_goes_on_beside_a_copy_that_never_ends() -> None:
+    """Once a stuck copy is overdue the link counts as idle: other pages are copied down ahead of need."""
+    rig = Rig(pages=4, deadline_steps=8)
+    rig.serve([1, 1, 9])
+    rig.poll()
+    (stuck,) = rig.jobs("clean")
+    rig.backend.stick(stuck)
+    rig.serve_alone([2, 2, 9])
+    rig.poll()
+    assert [stuck] == rig.jobs()
+    rig.world.do(("late", 8))
+    rig.poll()
+    assert 2 == len(rig.jobs("clean")) and stuck in rig.jobs()
+
+
 def test_a_store_that_never_ends_releases_who_waits_and_keeps_its_pages() -> None:
     """The request that was promised the pages ends and comes again; both ends of the copy stay the copy's."""
     rig = Rig(pages=4, deadline_steps=10)
