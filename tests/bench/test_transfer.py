@@ -54,7 +54,7 @@ def test_checked_simulation_is_held_against_its_limit(quick: Report):
 
 def test_seed_that_fails_is_no_rate():
     """What the simulator says ends the bench, instead of a figure."""
-    with pytest.raises(SeedFailed, match="tests.sim"):
+    with pytest.raises(SeedFailed, match=r"tests\.sim"):
         operations(-1, checked=True)()
 
 
