@@ -138,6 +138,11 @@ def _verify(arguments: argparse.Namespace) -> Report:
 def _bench(arguments: argparse.Namespace) -> Report:
     from kvkeep import benching
 
+    if arguments.case is None and arguments.help:
+        arguments.parser.print_help()
+        raise SystemExit(EXIT_FINE)
+    if arguments.help:
+        arguments.case_arguments.append("--help")  # the case knows its own options, and lists them
     if arguments.case is None:
         names = benching.bench_names(benching.bench_directory())
         raise BadInput(f"bench: name a case: {', '.join(names) or 'there is none'}")
@@ -216,10 +221,13 @@ def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
     bench = commands.add_parser(
         "bench",
         help="run a bench case of the repository",
-        description="Run bench/CASE.py of the checkout; what is not --json is handed to it.",
+        description="Run bench/CASE.py of the checkout; what is not --json is handed to it. "
+        "`kvkeep bench CASE --help` lists the case's own options.",
         allow_abbrev=False,
+        add_help=False,
     )
-    bench.set_defaults(command=_bench, name="bench")
+    bench.set_defaults(command=_bench, name="bench", parser=bench)
+    bench.add_argument("-h", "--help", action="store_true", help="this list, or that of the case")
     _add_json(bench)
     bench.add_argument("case", nargs="?", metavar="CASE", help="the case, such as index")
 
