@@ -198,8 +198,8 @@ class Engine:
     def step(self) -> bool:
         """One forward over the requests that run; False when there was nothing to do."""
         self.cache.poll()
-        self._admit()
         self._take_stock()
+        self._admit()
         batch = self._compose()
         if not batch:
             return self._wait_for_copies()

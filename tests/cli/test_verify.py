@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from kvkeep.cache import TieredCache  # noqa: E402 (needs torch)
 from kvkeep.engine.verify.compare import kv_difference, output_difference, same_bits  # noqa: E402
+from kvkeep.engine.verify.counts import Counts  # noqa: E402
 from kvkeep.engine.verify.gate import Findings, Gate  # noqa: E402
 from kvkeep.engine.verify.scenarios import Ask, Scenario, Waves  # noqa: E402
 from kvkeep.engine.verify.strict import FromScratch  # noqa: E402
@@ -141,7 +142,7 @@ def test_a_scenario_that_did_not_get_to_its_point_is_reported(one_thread: None):
 
     loaded, findings = load_model("stories260k"), Findings()
     gate = Gate(loaded, 16, strict=True, judge=FromScratch(loaded, 16, 8), findings=findings)
-    gate.run([Scenario("roomy", 50, waves, evicted_min=1, preempted_min=1)], cases_max=9)
+    gate.run([Scenario("roomy", 50, waves, Counts(pages_evicted=1, preemptions=1))], cases_max=9)
     assert (1, 0) == (len(findings.cases), findings.mismatches)
     assert 2 == len(findings.untested) and "roomy" in findings.untested[0]
 
