@@ -110,6 +110,7 @@ def _demo(arguments: argparse.Namespace) -> Report:
             turns=arguments.turns,
             pool_pages=arguments.pool_pages,
             host_pages=arguments.host_pages,
+            private=arguments.private,
             page_size=arguments.page_size,
             max_new_tokens=arguments.max_new_tokens,
             device=arguments.device,
@@ -185,6 +186,11 @@ def _add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
         default=0,
         metavar="N",
         help="pages of a tier in host memory for what the pool cannot hold (0: none)",
+    )
+    demo.add_argument(
+        "--private",
+        action="store_true",
+        help="sessions share nothing, as those of different tenants, so that each can push the whole of another out",
     )
     demo.add_argument(
         "--max-new-tokens", type=_count, default=24, metavar="N", help="tokens the model writes per turn (24)"

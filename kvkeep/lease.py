@@ -121,6 +121,7 @@ class Lease:
         self.base = self.stored = depth
         self.base_name = base_name
         self.loaded_len = 0
+        self.holes = []  # they are behind it
         self.matched_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
 
     @property

@@ -116,6 +116,26 @@ def test_a_suspension_that_never_ends_loses_the_pages_not_the_request() -> None:
     assert 4 == rig.traffic.parking.ledger.free
 
 
+def test_holes_behind_a_load_that_failed_are_holes_no_more() -> None:
+    """A resumed lease that inherits what it did not get begins there; what it lacked further on is computed anyway."""
+    rig = Rig(pages=8, suspend_pages=4)
+    request = rig.admitted([*A, 9])
+    rig.compute(request)
+    rig.do("suspend", request, False)
+    (store,) = rig.jobs("suspend")
+    rig.backend.fail(store)
+    rig.finish(store)
+    rig.push_out()
+    rig.do("resume", request)
+    lease = rig.lease(request)
+    assert ([(6, 7)], 7) == (lease.holes, lease.kv_len)
+    (load,) = rig.jobs("promote")
+    rig.backend.fail(load)
+    rig.finish(load)
+    rig.poll()
+    assert ([], 0) == (lease.holes, lease.kv_len)
+
+
 def test_a_backend_that_dies_takes_its_tier_with_it(caplog: pytest.LogCaptureFixture) -> None:
     """Copies in flight fail, those who wait go on or come again, no copy is made any more; it is said once."""
     rig = Rig(pages=8, suspend_pages=4)
