@@ -104,15 +104,15 @@ def interrupted(command: str) -> Report:
 
 
 def checkout_root() -> Path | None:
-    """The git checkout that this package is imported from, or None when it is an installed copy."""
+    """The source tree that this package is imported from, or None when it is an installed copy."""
     root = Path(__file__).resolve().parent.parent
-    return root if (root / ".git").exists() and (root / "pyproject.toml").is_file() else None
+    return root if (root / "pyproject.toml").is_file() else None
 
 
 def commit() -> str | None:
     """The checked-out commit, 40 hex digits; None outside a checkout or where git cannot say."""
     root = checkout_root()
-    if root is None:
+    if root is None or not (root / ".git").exists():  # git would look for one around it
         return None
     try:
         answer = subprocess.run(

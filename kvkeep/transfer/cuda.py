@@ -93,6 +93,11 @@ class CudaBackend:
         """Bytes of one page."""
         return self._page_nbytes
 
+    @property
+    def ways(self) -> dict[Direction, Way]:
+        """How pages are copied in each direction."""
+        return dict(self._ways)
+
     def launch(self, job: Job) -> None:
         """Queues the copies behind the event that they come after."""
         check_page_ids(job.plan, self._first_piece)

@@ -1,7 +1,7 @@
 """The calls to CUDA that copies need, each with its error translated.
 
-Must not know pages or jobs.  The one seam between kvkeep and the CUDA driver; nothing of it is loaded before a `CudaApi`
-is made.
+Must not know pages or jobs.  The one seam between kvkeep and the CUDA driver; nothing of it is loaded before a
+`CudaApi` is made.
 
 Of the driver, not of the runtime: a runtime refuses a driver that is older than itself and makes a context on whatever
 device its thread happens to be at.  The driver's streams, events and memory are the very ones of torch's runtime, which

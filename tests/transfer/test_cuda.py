@@ -182,7 +182,7 @@ def test_calibration_takes_the_fastest_way(
         monkeypatch.setattr("kvkeep.transfer.cuda_ways.VECTOR_NBYTES", 1024)  # no piece is a multiple of it
     with caplog.at_level(logging.INFO):
         bench = Bench(None, kind, Counting(batch))
-    assert {"h2d": expected, "d2h": expected} == bench.backend._ways
+    assert {"h2d": expected, "d2h": expected} == bench.backend.ways
     words = " ".join(record.getMessage() for record in caplog.records)
     assert (kind == "page-major") == (not words)
     if words:
@@ -211,7 +211,7 @@ def test_calibration_of_tiny_pieces_is_short(pieces_max: int, monkeypatch: pytes
     pieces = 2 * LAYOUT.layers
     most = max(pieces, pieces_max) * 2 * 2 * CALIBRATION_ROUNDS  # each way but the kernel, both directions
     assert 0 < api.asked <= most
-    assert {"h2d", "d2h"} == set(bench.backend._ways)
+    assert {"h2d", "d2h"} == set(bench.backend.ways)
 
 
 def test_failure_half_way_is_over_when_the_rest_is():

@@ -57,7 +57,7 @@ with api.on_device():
 assert [] == manager.close(drain=True, timeout_s=10.0)
 pool.close()
 assert 0 == int(driver.cuCtxGetCurrent()[1]), "a context was left on this thread"
-print("moved by", backend._ways)
+print("moved by", backend.ways)
 """
 
 REFUSALS = """

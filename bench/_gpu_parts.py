@@ -1,0 +1,348 @@
+"""The parts of the GPU check: their sizes, their limits, and how what they measured becomes rows and a verdict.
+
+Must not know how a part measures, nor what kind of machine it runs on.
+
+A part that fails is a row that says why, and the others go on: a machine with a device is not to be had every day.
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from bench import _gpu_children as children
+from bench._gpu_copies import open_pools, pinned_pool, pinning, rate, round_trips
+from bench._gpu_machine import Machine, PlainCopies
+from bench._gpu_path import Sizes as PathSizes
+from bench._gpu_path import control, host_hits, walk
+from bench._measure import SPIN_QUIET_US
+from kvkeep.benching import median, p99, spin_us
+from kvkeep.report import JsonValue, Metric, Report
+from kvkeep.tiers.layout import PageLayout
+from kvkeep.transfer.cuda_api import CudaFault
+from kvkeep.transfer.cuda_ways import WAYS
+from kvkeep.transfer.plan import Cause
+
+MIB, KIB = 2**20, 2**10
+
+ONE_DIRECTION = 0.90
+BOTH_DIRECTIONS = 0.85
+ADMIT_LOCK_US = 150.0
+
+DIRECTIONS: dict[str, tuple[Cause, ...]] = {"h2d": ("promote",), "d2h": ("demote",), "both": ("promote", "demote")}
+COMMANDS = {
+    "engine_demo": "demo --model stories260k --sessions 3 --turns 3 --page-size 16 --pool-pages 40 --host-pages 200",
+    "engine_verify": "verify --model stories260k --page-size 16 --cases 30",
+}
+
+Row = dict[str, JsonValue]
+
+
+def layout_of(piece_nbytes: int) -> PageLayout:
+    """Pages of 64 pieces: 32 layers, K and V apart."""
+    return PageLayout(layers=32, kv_heads=8, head_dim=128, page_size=piece_nbytes // 2048, dtype="float16")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    rate_nbytes: of a pool.   block_nbytes: a copy of the floor.   page_nbytes, piece_nbytes: pages of one piece, and
+    pieces of which a page has 64.   rounds: in which all rates are measured.   trip: the layout and the pages that go
+    there and back.   pin_pages: of 16 MiB.   path: the cache's.   hits: pages of the prompt, times.
+    """
+
+    rate_nbytes: int
+    block_nbytes: int
+    page_nbytes: tuple[int, ...]
+    piece_nbytes: tuple[int, ...]
+    rounds: int
+    trip: tuple[PageLayout, int]
+    pin_pages: int
+    path: PathSizes
+    path_layout: PageLayout
+    hits: tuple[PageLayout, int, int]
+    commands_s: float = 120.0
+    device_tests: bool = True
+
+
+SMALL = PageLayout(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="float16")
+FULL = Sizes(
+    rate_nbytes=512 * MIB,
+    block_nbytes=64 * MIB,
+    page_nbytes=(MIB, 4 * MIB, 16 * MIB),
+    piece_nbytes=(32 * KIB, 64 * KIB, 256 * KIB),
+    rounds=7,
+    trip=(layout_of(32 * KIB), 16),
+    pin_pages=256,
+    path=PathSizes(pool=64, host=256, suspend=32, prompt=12),
+    path_layout=layout_of(32 * KIB),
+    hits=(PageLayout(layers=4, kv_heads=2, head_dim=64, page_size=128, dtype="float16"), 1000, 20),
+)
+QUICK = Sizes(
+    rate_nbytes=64 * MIB,
+    block_nbytes=16 * MIB,
+    page_nbytes=(MIB, 16 * MIB),
+    piece_nbytes=(64 * KIB,),
+    rounds=2,
+    trip=(SMALL, 8),
+    pin_pages=16,
+    path=PathSizes(pool=64, host=256, suspend=32, prompt=12),
+    path_layout=SMALL,
+    hits=(SMALL, 100, 3),
+    device_tests=False,
+)
+
+
+def check(machine: Machine, sizes: Sizes, deadline: float) -> Report:
+    """Runs every part that begins before `deadline` (of `time.monotonic`); the table is printed as it grows."""
+    rows: list[Row] = []
+    device = machine.describe()
+    print(", ".join(f"{key} {value}" for key, value in device.items()))
+    print(f"{'metric':<40}{'value':>12}{'bound':>12}  {'unit':<8}{'of floor':>9}  reached")
+    for part in PARTS:
+        for row in _guarded(part, machine, sizes, deadline):
+            rows.append(row)
+            print(line(row), flush=True)
+    missed = [str(row["metric"]) for row in rows if row.get("reached") is False]
+    print(f"limits missed: {', '.join(missed) or 'none'}")
+    metrics = {
+        str(row["metric"]): Metric(value, str(row["unit"]))
+        for row in rows
+        if isinstance(value := row.get("value"), int | float)
+    }
+    return Report("bench gpu_check", not missed, metrics, [{"metric": "machine", **device}, *rows])
+
+
+def line(row: Row) -> str:
+    """A row of the table; what has no number says its words."""
+    value, bound, ratio = (_cell(row.get(key)) for key in ("value", "bound", "of_floor"))
+    reached = "" if "reached" not in row else "yes" if row["reached"] else "NO"
+    text = f"{row['metric']!s:<40}{value:>12}{bound:>12}  {row.get('unit', '')!s:<8}{ratio:>9}  {reached:<3}"
+    return f"{text}  {row.get('note', '')}".rstrip()
+
+
+def _cell(value: JsonValue) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value) if isinstance(value, int) else ""
+
+
+def _guarded(part: "Part", machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """The part's rows, and how long it took; one that says what went wrong where it did."""
+    name = part.__name__.strip("_")
+    began = time.monotonic()
+    if began >= deadline:
+        yield {"metric": name, "note": "not run: the time was over", "reached": False}
+        return
+    try:
+        yield from part(machine, sizes, deadline)
+    except Exception as error:  # whatever it is, the parts behind it are still worth the machine's time
+        traceback.print_exc()
+        yield {"metric": name, "note": f"{type(error).__name__}: {' '.join(str(error).split())}", "reached": False}
+    yield {"metric": f"{name}_s", "value": round(time.monotonic() - began, 2), "unit": "s"}
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def _admit_path(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """No call on the admit path blocks its caller; that is worth something only if a blocking one would be seen."""
+    by_torch, by_api = control(machine)
+    yield {
+        "metric": "control_seen",
+        "what": "blocking calls that were made on purpose, by torch and by the api, and were seen",
+        "value": bool(by_torch) + bool(by_api),
+        "unit": "calls",
+        "bound": 2,
+        "reached": bool(by_torch and by_api),
+        "seen": [*by_torch, *by_api],
+    }
+    walked = walk(machine, sizes.path_layout, sizes.path)
+    yield {
+        "metric": "blocking_calls",
+        "what": "calls of CUDA that block, inside admit, extend, seal, suspend, poll, start, finish, abort",
+        "value": len(walked.blocking),
+        "unit": "calls",
+        "bound": 0,
+        "reached": not walked.blocking,
+        "blocking": walked.blocking,
+        "seen": walked.cuda,
+        "note": ", ".join(walked.blocking),
+    }
+    yield {
+        "metric": "calls_that_waited",
+        "what": "calls that came back only when the work queued before them was done, while the model's stream is busy",
+        "value": len(walked.waited),
+        "unit": "calls",
+        "bound": 0,
+        "reached": not walked.waited and walked.outlasted,
+        "waited": walked.waited,
+        "note": ", ".join(walked.waited) or ("" if walked.outlasted else "the busy stream was done before the end"),
+    }
+    yield {"metric": "longest_call_us", "value": round(walked.longest_us, 1), "unit": "us", "note": walked.longest}
+
+
+def _bytes(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """Pages that go to host memory and come back are the same bits."""
+    layout, pages = sizes.trip
+    for trip in round_trips(machine, layout, pages):
+        row: Row = {
+            "metric": f"round_trip_{trip.kind}_{trip.way}_{trip.pin.replace(', ', '_').replace(' ', '_')}",
+            "what": f"{trip.pages} random pages of {layout.page_nbytes} bytes, {trip.kind}, by {trip.way}, {trip.pin}",
+            "value": trip.different,
+            "unit": "pages",
+            "bound": 0,
+            "reached": not trip.different,
+        }
+        yield row | ({} if trip.error is None else {"note": trip.error})
+
+
+def _rates(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """Copies of whole pools against the plain copies of the same rounds."""
+    samples: dict[str, list[float]] = {}
+    with ExitStack() as opened:
+        cases, rows = _rate_cases(machine, sizes, opened)
+        yield from rows
+        for name, sample in cases.items():
+            sample()  # the first one does not count
+            samples[name] = []
+        for _ in range(sizes.rounds):
+            for name, sample in cases.items():
+                samples[name] += sample()
+    yield from _rate_rows(samples)
+
+
+def _rate_cases(
+    machine: Machine, sizes: Sizes, opened: ExitStack
+) -> tuple[dict[str, Callable[[], list[float]]], list[Row]]:
+    """What is measured, by its metric; and rows of ways that are not here, or were chosen."""
+    cases: dict[str, Callable[[], list[float]]] = {}
+    rows: list[Row] = []
+    for name in DIRECTIONS:
+        plain = PlainCopies(
+            machine, sizes.rate_nbytes, sizes.block_nbytes, ("h2d", "d2h") if name == "both" else (name,)
+        )
+        opened.callback(plain.close)
+        cases[f"floor_{name}_gbps"] = _one(plain)
+    for page_nbytes in sizes.page_nbytes:
+        layout, pages = layout_of(page_nbytes // 64), sizes.rate_nbytes // page_nbytes
+        pools = open_pools(machine, layout, pages, "page-major", None, pinned_pool(machine, layout, pages))
+        opened.callback(pools.close)
+        for name, causes in DIRECTIONS.items():
+            cases[f"{name}_{page_nbytes // MIB}_mib_gbps"] = rate(pools, causes, 1)
+    for piece_nbytes in sizes.piece_nbytes:
+        layout, pages = layout_of(piece_nbytes), max(1, sizes.rate_nbytes // (64 * piece_nbytes))
+        for way in (None, *WAYS):
+            name = f"pieces_{piece_nbytes // KIB}_kib"
+            pool = pinned_pool(machine, layout, pages)
+            try:
+                pools = open_pools(machine, layout, pages, "layer-major-split", way, pool)
+            except CudaFault as fault:
+                rows.append({"metric": f"{name}_{way}", "note": f"not here: {fault}"})
+                pool.close()
+                continue
+            if way is None:
+                chosen = getattr(pools.backend, "ways", {})
+                rows += [{"metric": f"{name}_{direction}_chosen", "note": one} for direction, one in chosen.items()]
+                pools.close()
+                continue
+            opened.callback(pools.close)
+            for direction in ("h2d", "d2h"):
+                sample = rate(pools, DIRECTIONS[direction], 1)
+                try:
+                    sample()
+                except CudaFault as fault:
+                    rows.append({"metric": f"{name}_{way}_{direction}", "note": f"not here: {fault}"})
+                else:
+                    cases[f"{name}_{way}_{direction}_gbps"] = sample
+    return cases, rows
+
+
+def _one(plain: PlainCopies) -> Callable[[], list[float]]:
+    return lambda: [plain.sample()]
+
+
+def _rate_rows(samples: dict[str, list[float]]) -> Iterator[Row]:
+    """The floor is the best sample of its direction: what the link can do."""
+    peak = {name: max(samples[f"floor_{name}_gbps"]) for name in DIRECTIONS}
+    for metric, values in samples.items():
+        found = median(values)
+        row: Row = {"metric": metric, "value": round(found, 2), "unit": "GB/s", "slowest": round(min(values), 2)}
+        direction = next(name for name in DIRECTIONS if f"{name}_" in metric)
+        if metric.startswith("floor"):
+            yield row | {"value": round(peak[direction], 2), "median": round(found, 2)}
+            continue
+        row["of_floor"] = round(found / peak[direction], 3)
+        if metric.startswith("pieces"):
+            yield row
+            continue
+        ratio = BOTH_DIRECTIONS if direction == "both" else ONE_DIRECTION
+        bound = ratio * peak[direction]
+        yield row | {"limit": f"{ratio} x floor", "bound": round(bound, 2), "reached": found >= bound}
+
+
+def _hits(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """What an admission takes whose prefix is in host memory."""
+    layout, pages, times = sizes.hits
+    spin = spin_us().value or SPIN_QUIET_US
+    hits = host_hits(machine, layout, pages, times)
+    bound = ADMIT_LOCK_US * max(1.0, spin / SPIN_QUIET_US) * max(1.0, pages / 1000)
+    what = f"a prompt whose {pages} pages of {layout.page_nbytes} bytes are in host memory"
+    yield {
+        **_times("admit_lock_us", f"{what}: time under the lock", hits.lock_us),
+        "bound": round(bound, 1),
+        "reached": median(hits.lock_us) <= bound,
+    }
+    yield _times("admit_call_us", f"{what}: the whole call, which queues the copies", hits.call_us)
+    yield _times("hit_ready_us", f"{what}: until they may be read", hits.ready_us)
+    yield {"metric": "hit_ready_gbps", "value": round(hits.nbytes / median(hits.ready_us) / 1e3, 2), "unit": "GB/s"}
+    yield {"metric": "hit_wrong_pages", "value": hits.wrong, "unit": "pages", "bound": 0, "reached": not hits.wrong}
+
+
+def _times(metric: str, what: str, values: Sequence[float]) -> Row:
+    return {
+        "metric": metric,
+        "what": what,
+        "value": round(median(values), 1),
+        "p99": round(p99(values), 1),
+        "unit": "us",
+        "samples": len(values),
+    }
+
+
+def _pinning(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """What taking and registering host memory costs."""
+    values = [pinning(machine, layout_of(256 * KIB), sizes.pin_pages)()[0] for _ in range(3)]
+    yield {"metric": "pin_s_per_gib", "value": round(median(values), 3), "unit": "s/GiB", "samples": len(values)}
+
+
+def _device_tests(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """The tests that are skipped where there is no device."""
+    if not sizes.device_tests:
+        return
+    found = children.run_tests(deadline - time.monotonic())
+    fine = found.error is None and not found.failed and not found.without_device and found.passed > 0
+    yield {
+        "metric": "device_tests",
+        "value": found.passed,
+        "unit": "passed",
+        "failed": found.failed,
+        "skipped": found.skipped,
+        "failures": list(found.failures),
+        "reached": fine,
+        "note": found.error or f"{found.failed} failed, {found.skipped} skipped {' '.join(found.failures)}".rstrip(),
+    }
+
+
+def _engine(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+    """A small model on the device: the same outputs whatever was kept, and the same bits over the same forwards."""
+    kind = machine.torch_device.partition(":")[0]
+    for name, words in COMMANDS.items():
+        limit_s = min(sizes.commands_s, deadline - time.monotonic())
+        done = children.run_command([*words.split(), "--device", kind], limit_s)
+        row: Row = {"metric": name, "reached": done.ok, "metrics": done.metrics, "what": f"kvkeep {words}"}
+        yield row | ({} if done.error is None else {"note": done.error})
+
+
+Part = Callable[[Machine, Sizes, float], Iterator[Row]]
+PARTS: tuple[Part, ...] = (_admit_path, _bytes, _rates, _hits, _pinning, _device_tests, _engine)
