@@ -210,10 +210,9 @@ def _read_claude(path: Path, lines: Lines) -> Trace:
 def _claude_session(
     line: dict[str, Any], block: int, base: int, session: int, chain: int
 ) -> tuple[list[Int32s], list[Request], int]:
-    """Chains, requests by time, and how many block ids the session uses up."""
-    entries = list(_flat(listed(need(line, "requests"), "requests"), "requests"))
-    found, top = [], 0
-    for field, entry in entries:
+    """Chains, requests in the order of the file, and how many block ids the session uses up."""
+    chains, requests, top = [], [], 0
+    for field, entry in _flat(listed(need(line, "requests"), "requests"), "requests"):
         prompt_len = integer(need(entry, "in", field), f"{field}in", 1)
         final_len = prompt_len + integer(entry.get("out", 0), f"{field}out")
         ids = _block_ids(need(entry, "runs", field), f"{field}runs", base)
@@ -224,13 +223,10 @@ def _claude_session(
         time_s = seconds(need(entry, "t", field), f"{field}t")
         service_s = seconds_or_none(entry, "api_time", field)
         first_s = seconds_or_none(entry, "ttft", field)
-        found.append((ids[:full], time_s, prompt_len, final_len, service_s, first_s))
-    found.sort(key=lambda one: one[1])
-    requests = [
-        Request(session, chain + k, prompt_len, final_len, prompt_len, time_s, service_s, first_s)
-        for k, (_, time_s, prompt_len, final_len, service_s, first_s) in enumerate(found)
-    ]
-    return [one[0] for one in found], requests, top
+        number = chain + len(chains)
+        requests.append(Request(session, number, prompt_len, final_len, prompt_len, time_s, service_s, first_s))
+        chains.append(ids[:full])
+    return chains, requests, top
 
 
 def _flat(entries: list[Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:

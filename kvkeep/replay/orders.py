@@ -80,6 +80,7 @@ def _at_their_pace(sessions: Sequence[list[Request]], open_at_once: int) -> list
     out: list[Request] = []
 
     def begin(session: list[Request], start_s: float) -> None:
+        session = sorted(session, key=lambda request: request.time_s)  # those of sub-agents overlap
         shift_s = start_s - session[0].time_s
         out.extend(request._replace(time_s=request.time_s + shift_s) for request in session)
         heapq.heappush(ends, out[-1].time_s + PAUSE_S)

@@ -41,7 +41,7 @@ class Trace:
     block: None when chains hold token ids; else the tokens of a block, and chains hold block ids, one a full block.  A
         block id stands for its whole prefix.
     chains: int32 arrays.  Several requests may begin a chain, each with a prefix of it.
-    sessions: requests by session, each in the order of their turns.
+    sessions: requests by session, each in the order of the file.
     clock: what `time_s` of the requests counts from.
     bad: malformed lines that were left out.   note: what else was not read, in words.
     """
