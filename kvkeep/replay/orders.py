@@ -26,6 +26,9 @@ class Order:
     kind: str
     open_at_once: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.open_at_once}" if self.open_at_once else self.kind
+
     @classmethod
     def parse(cls, text: str) -> "Order":
         """`recorded`, `rotate:N` or `open:N`; `BadInput` for anything else."""
