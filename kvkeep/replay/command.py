@@ -127,7 +127,7 @@ def remarks(trace: Trace, result: ReplayResult) -> list[str]:
     if trace.note:
         out.append(trace.note)
     if result.counts.unserved:
-        out.append(f"{result.counts.unserved} requests are larger than the GPU tier and were not served")
+        out.append(f"{result.counts.unserved} requests are larger than the GPU tier, or empty, and were not served")
     return out
 
 

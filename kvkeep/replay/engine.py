@@ -148,7 +148,8 @@ class Engine:
             request = coming.popleft()
             self.counts.requests += 1
             self.counts.prompt_tokens += request.prompt_len
-            if -(-request.final_len // self._pages.page_size) > self.cache.pool.pages:
+            need = -(-request.final_len // self._pages.page_size)
+            if not request.prompt_len or need > self.cache.pool.pages:
                 self.counts.unserved += 1
                 self._ended += 1
             else:

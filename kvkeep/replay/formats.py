@@ -139,7 +139,7 @@ def _offsets(line: dict[str, Any], ids: Int32s, session: int, chain: int) -> tup
         entry = listed(entry, field)
         if len(entry) < 4:
             raise Malformed(field, "it must be [offset, prompt length, completion length, milliseconds]")
-        first, length = integer(entry[0], f"{field}[0]"), integer(entry[1], f"{field}[1]", 1)
+        first, length = integer(entry[0], f"{field}[0]"), integer(entry[1], f"{field}[1]")
         if first + length > len(ids):
             raise Malformed(field, f"{length} tokens from {first} on: there are only {len(ids)}")
         final_len = length + integer(entry[2], f"{field}[2]")

@@ -52,7 +52,7 @@ class Pages:
             step = page_size // trace.block
             self.page_ids = [chain[step - 1 :: step] for chain in trace.chains]
             self.ids = [_widened(pages) for pages in self.page_ids]
-        self.raws = [ids.data.cast("B") for ids in self.ids]
+        self.raws = [ids.data.cast("B") if len(ids) else memoryview(b"") for ids in self.ids]
         names = load_names(names_folder, trace.digest, page_size) if names_folder is not None else None
         if names is None:
             names = self._name_tokens() if trace.block is None else self._name_blocks()
@@ -83,7 +83,7 @@ class Pages:
         unwritten: 1 to count as an engine must: one prompt token is left to compute, the last sampled one has no KV.
         """
         stored = max(min(request.final_len - unwritten, request.known_len), request.prompt_len) // self.page_size
-        return self.page_ids[request.chain][:stored], (request.prompt_len - unwritten) // self.page_size
+        return self.page_ids[request.chain][:stored], max(0, request.prompt_len - unwritten) // self.page_size
 
     # ------------------------------------------------------------------ naming
 

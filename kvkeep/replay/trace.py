@@ -17,7 +17,7 @@ class Request(NamedTuple):
     """One request.
 
     session, chain: indices into the trace's sessions and chains.
-    prompt_len, final_len: tokens of the prompt, and of prompt and completion together.
+    prompt_len, final_len: tokens of the prompt, and of prompt and completion together; a prompt may be empty.
     known_len: how many of these, from the first one on, the chain has content for: `prompt_len` or more.
     time_s: arrival by the trace's clock; 0 without one.
     service_s, first_token_s: what the recorded engine took to the last and to the first token; None where unknown.
