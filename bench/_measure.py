@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 from kvkeep.benching import median, p99, spin_us
+from kvkeep.cli import Parser
 from kvkeep.report import JsonValue, Metric
 
 #: The spin of a quiet machine of the kind that the limits were set on.
@@ -66,6 +67,15 @@ class Measured:
         if self.case.floor is not None:
             return self.case.floor_ratio * others[self.case.floor].median
         return None if self.case.limit is None else self.case.limit * max(1.0, self.spin / SPIN_QUIET_US)
+
+
+def case_parser(name: str) -> Parser:
+    """The parser of a case's own options; its help names the one that `kvkeep bench` understands before it."""
+    made = Parser(
+        prog=f"kvkeep bench {name}", allow_abbrev=False, epilog="--json FILE writes the result as JSON to FILE."
+    )
+    made.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean little")
+    return made
 
 
 def measure(cases: Sequence[Case], rounds: int) -> dict[str, Measured]:

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench import _cases as cases
-from bench._measure import SPIN_QUIET_US, Case, Measured, measure, row, table
+from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, measure, row, table
 from bench._requests import Requests, bytes_per_page_runs, bytes_per_page_w1, resident_bytes_per_page_w1
 from bench._workload import Workload, agent_workload
 from kvkeep.benching import median, p99, summary
-from kvkeep.cli import Parser
 from kvkeep.report import JsonValue, Metric, Report
 
 BYTES_PER_PAGE_MAX = 640.0
@@ -66,8 +65,7 @@ def run(arguments: list[str]) -> Report:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="kvkeep bench index", allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean little")
+    parser = case_parser("index")
     parser.add_argument("--rounds", type=int, default=None, metavar="N", help="times that every case is run (7)")
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:

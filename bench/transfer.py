@@ -1,4 +1,5 @@
-"""kvkeep bench transfer: copies through the host backend against plain memcpy of the same run; the manager's own cost.
+"""kvkeep bench transfer: copies through the host backend against plain memcpy of the same run; the manager's own cost;
+the simulator's speed.
 
 Must not know how a case measures what it measures.
 
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 
 from bench import _copies as cases
 from bench import _host_hits as host_hits
-from bench._measure import Case, Measured, measure, row, table
+from bench import _simulating as simulating
+from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, measure, row, table
 from kvkeep.benching import median, summary
-from kvkeep.cli import Parser
 from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.transfer.plan import Cause
 
@@ -42,19 +43,26 @@ MANAGER = {
 
 ADMISSIONS = {"admit_cpu_hit_us_1000": (1000, 150.0)}
 
+#: 10,000 seeds of 200 operations in 6 minutes.
+SIM_OPS_PER_S = 10_000 * 200 / 360
+SIMULATIONS = {"sim_ops_per_s": (False, None), "sim_ops_per_s_checked": (True, SIM_OPS_PER_S)}
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured: rounds of each case, copies of whole pools a round, pages a pool, plans a round."""
+    """How much is measured: rounds of each case, copies of whole pools a round, pages a pool, plans a round; rounds of
+    the simulator, seeds a round."""
 
     rounds: int
     copies: int
     pages: int
     plans: int
+    sim_rounds: int
+    seeds: int
 
 
-FULL = Sizes(rounds=7, copies=3, pages=32, plans=100)
-QUICK = Sizes(rounds=1, copies=1, pages=4, plans=20)
+FULL = Sizes(rounds=7, copies=3, pages=32, plans=100, sim_rounds=3, seeds=200)
+QUICK = Sizes(rounds=1, copies=1, pages=4, plans=20, sim_rounds=1, seeds=4)
 
 
 def run(arguments: list[str]) -> Report:
@@ -64,6 +72,7 @@ def run(arguments: list[str]) -> Report:
     submits: dict[str, dict[str, list[float]]] = {name: {} for name in MANAGER}
     every = [*_rate_cases(sizes, options.threads), *_manager_cases(sizes, submits), *_admission_cases(sizes)]
     measured = measure(every, options.rounds or sizes.rounds)
+    simulated = measure(list(_simulations(sizes)), sizes.sim_rounds)  # its processes would evict the pools above
     plain = [entry for name, entry in measured.items() if name.startswith("memcpy")]
     floor = max(plain, key=lambda entry: entry.median)
     rows = [_rate_row(FLOOR, f"the best of plain memcpy: {floor.case.what}", floor, None)]
@@ -72,10 +81,12 @@ def run(arguments: list[str]) -> Report:
         rows.append(_rate_row(name, what, measured[name], None if ratio is None else (ratio, floor)))
     rows += [row(measured[name], measured) for name in (*MANAGER, *ADMISSIONS)]
     rows += _submit_rows(submits)
+    rows += [_simulation_row(entry) for entry in simulated.values()]
     metrics = {name: entry.metric() for name, entry in measured.items() if name in (*MANAGER, *ADMISSIONS)}
     metrics |= {name: _rate(measured[name]) for name in RATES}
     metrics[FLOOR] = _rate(floor)
     metrics["pieces_gbps"] = min(metrics["pieces_h2d_gbps"], metrics["pieces_d2h_gbps"], key=lambda m: m.value or 0.0)
+    metrics |= {name: _rate(entry) for name, entry in simulated.items()}
     metrics["threads"] = Metric(options.threads, "threads")
     metrics["spin_us"] = summary([round(spin, 2) for entry in measured.values() for spin in entry.spins], "us")
     for line in table(rows):
@@ -86,8 +97,7 @@ def run(arguments: list[str]) -> Report:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="kvkeep bench transfer", allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean little")
+    parser = case_parser("transfer")
     parser.add_argument("--rounds", type=int, default=None, metavar="N", help="times that every case is run (7)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="copying threads, plain memcpy's too (2)")
     options = parser.parse_args(arguments)
@@ -129,12 +139,19 @@ def _admission_cases(sizes: Sizes) -> Iterator[Case]:
         yield Case(name, what, host_hits.admissions(pages, max(sizes.plans // 5, 2)), limit)
 
 
+def _simulations(sizes: Sizes) -> Iterator[Case]:
+    for name, (checked, _) in SIMULATIONS.items():
+        what = f"simulated operations, invariants {'checked after each' if checked else 'looked at in the end only'}"
+        sample = simulating.operations(sizes.seeds, checked=checked)
+        yield Case(name, f"{what}: {simulating.PROCESSES} processes together", sample, unit="ops/s")
+
+
 def _per_page(sample: cases.Sample, pages: int) -> cases.Sample:
     return lambda: [us / pages for us in sample()]
 
 
 def _rate(entry: Measured) -> Metric:
-    return Metric(round(entry.median, 2), "GB/s", samples=len(entry.samples))
+    return Metric(round(entry.median, 2), entry.case.unit, samples=len(entry.samples))
 
 
 def _rate_row(name: str, what: str, entry: Measured, held: tuple[float, Measured] | None) -> dict[str, JsonValue]:
@@ -142,7 +159,7 @@ def _rate_row(name: str, what: str, entry: Measured, held: tuple[float, Measured
     out: dict[str, JsonValue] = {
         "metric": name,
         "what": what,
-        "unit": "GB/s",
+        "unit": entry.case.unit,
         "median": round(entry.median, 2),
         "slowest": round(min(entry.samples), 2),
         "samples": len(entry.samples),
@@ -157,6 +174,16 @@ def _rate_row(name: str, what: str, entry: Measured, held: tuple[float, Measured
             "of_floor": round(entry.median / floor.median, 3),
             "reached": entry.median >= bound,
         }
+    return out
+
+
+def _simulation_row(entry: Measured) -> dict[str, JsonValue]:
+    """A limit of a rate: a slow moment of the machine lowers it, as it raises one of a time."""
+    out = _rate_row(entry.case.name, entry.case.what, entry, None)
+    _, limit = SIMULATIONS[entry.case.name]
+    if limit is not None:
+        bound = limit / max(1.0, entry.spin / SPIN_QUIET_US)
+        out |= {"limit": round(limit), "bound": round(bound), "reached": entry.median >= bound}
     return out
 
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from threading import Lock
 
+from kvkeep.admission import Admission
 from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
@@ -24,25 +25,21 @@ from kvkeep.index.names import (
     Hash64,
     Identities,
     Identity,
-    Int32s,
     MediaItem,
-    PageMedia,
     TokenIds,
     as_int32,
     as_token_ids,
-    check_token_range,
-    cut_before_split_item,
     fingerprint_bytes,
     frame,
     hash64,
     page_media,
     self_test,
 )
-from kvkeep.index.runs import Match, RunTree
+from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Listener, Names, watch_tree
 from kvkeep.lease import Lease
-from kvkeep.room import Drains, Room
+from kvkeep.room import Room
 from kvkeep.stats import CacheStats, ResetReport
 from kvkeep.storing import Storing
 from kvkeep.tiers.cpu_pool import CpuPool
@@ -110,7 +107,18 @@ class TieredCache:
         self._leases: dict[int, Lease] = {}
         self._room = Room(self._ledger, self._tree, self._leases, self._traffic)
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
-        self._counting, self._numbered = Counting(), 0
+        self._counting = Counting()
+        self._admission = Admission(
+            self._tree,
+            self._ledger,
+            self._room,
+            self._storing,
+            self._traffic,
+            self._leases,
+            config.page_size,
+            self._counting,
+            self._order_behind,
+        )
 
     # ------------------------------------------------------------------ the life of a request
 
@@ -145,53 +153,11 @@ class TieredCache:
             limit = min(limit, storable)
         with self._lock:
             identity = self._identity(salt, adapter, label)
-            lease = self._open(identity, ids, limit, by_page)
+            lease = self._admission.open(identity, ids, limit, by_page)
             lease.store, lease.storable = store, storable
             self._counting.admitted(lease)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
-        return lease
-
-    def _open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia) -> Lease:
-        """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest: all, or nothing."""
-        length = len(ids)
-        reserve = -(-length // self._page_size)
-        if reserve > self.pool.pages:
-            raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self.pool.pages}")
-        pages, below, name = self._match(identity, ids.data.cast("B"), limit, media)
-        on_gpu = len(pages)
-        check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
-        number = self._numbered
-        self._ledger.retain(pages, number)
-        load = self._traffic.begin_load(below) if self._traffic is not None and below else None
-        drains = Drains(reserve - on_gpu)
-        try:
-            pages.extend(self._room.take(reserve - on_gpu, number, drains))
-        except OutOfPages as e:
-            self._ledger.release(pages, number)
-            if self._traffic is not None and load is not None:
-                self._traffic.cancel_load(load)
-            self._counting.refusals += 1
-            raise self._room.out_of_pages(e.asked, e.short) from None
-        matched = on_gpu
-        if self._traffic is not None and load is not None:
-            last_name = self._tree.host_name(below[-1])
-            late = max(0, len(below) + drains.count - (reserve - on_gpu))
-            if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)], drains.copies, late):
-                matched, name = on_gpu + len(below), last_name
-        rest = ids[matched * self._page_size :]
-        own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
-        lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
-        lease.loaded_len = (matched - on_gpu) * self._page_size
-        if matched:
-            lease.path = self._storing.page_id(pages[matched - 1])
-        lease.media, lease.epoch = media, self._storing.epoch
-        if self._traffic is not None:
-            self._traffic.join(pages[:matched], lease)
-            for copy in drains.copies:
-                self._traffic.copies.wait(lease, copy)
-        self._leases[number] = lease
-        self._numbered += 1
         return lease
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
@@ -334,7 +300,7 @@ class TieredCache:
             assert self._traffic is not None
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
             limit = min(limit, ticket.storable) if ticket.storable is not None else limit
-            lease = self._open(ticket.identity, ids, limit if same_names else 0, ticket.media)
+            lease = self._admission.open(ticket.identity, ids, limit if same_names else 0, ticket.media)
             lease.store, lease.storable = ticket.store and same_names, ticket.storable
             first = lease.base
             lost = ticket.lost or self._traffic.copies.manager.ended
@@ -399,6 +365,13 @@ class TieredCache:
         """Tells what computing `tokens` positions took, so that pages are loaded only where that is faster."""
         if self._traffic is not None:
             self._traffic.costs.prefilled(tokens, seconds)
+
+    def _order_behind(self, lease: Lease, stream: object) -> None:
+        """See `Gate.wait_on`."""
+        if self._traffic is not None:
+            with self._lock:
+                self._traffic.copies.order(lease, stream)
+                self._counting.copies_ended()
 
     def fence(self, event: After) -> None:
         """Copies made from now on begin when `event` is done: it was recorded after the last write to any page so far.
@@ -471,18 +444,6 @@ class TieredCache:
             check_owners(self._ledger, self._host, self._leases.values(), self._traffic)
 
     # ------------------------------------------------------------------ checks and small things
-
-    def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> Match:
-        """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item."""
-        found = self._tree.match(identity, raw, limit, media)
-        below = self._traffic.loadable(found.host) if self._traffic is not None and found.host else found.host
-        if media is not None:
-            on_gpu = len(found.pages)
-            whole = cut_before_split_item(on_gpu + len(below), self._page_size, media)
-            if whole < on_gpu:
-                return self._tree.match(identity, raw, whole, media)
-            below = below[: whole - on_gpu]
-        return Match(found.pages, below, found.name)
 
     def _identity(self, salt: bytes, adapter: bytes, label: bytes) -> Identity:
         return self._identities.get(self._fingerprint, salt, adapter, label)

@@ -112,6 +112,7 @@ def _demo(arguments: argparse.Namespace) -> Report:
             turns=arguments.turns,
             pool_pages=arguments.pool_pages,
             host_pages=arguments.host_pages,
+            private=arguments.private,
             page_size=arguments.page_size,
             max_new_tokens=arguments.max_new_tokens,
             device=arguments.device,
@@ -177,6 +178,11 @@ def _cache_folder() -> Path:
 def _bench(arguments: argparse.Namespace) -> Report:
     from kvkeep import benching
 
+    if arguments.case is None and arguments.help:
+        arguments.parser.print_help()
+        raise SystemExit(EXIT_FINE)
+    if arguments.help:
+        arguments.case_arguments.append("--help")  # the case knows its own options, and lists them
     if arguments.case is None:
         names = benching.bench_names(benching.bench_directory())
         raise BadInput(f"bench: name a case: {', '.join(names) or 'there is none'}")
@@ -220,6 +226,11 @@ def _add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
         default=0,
         metavar="N",
         help="pages of a tier in host memory for what the pool cannot hold (0: none)",
+    )
+    demo.add_argument(
+        "--private",
+        action="store_true",
+        help="sessions share nothing, as those of different tenants, so that each can push the whole of another out",
     )
     demo.add_argument(
         "--max-new-tokens", type=_count, default=24, metavar="N", help="tokens the model writes per turn (24)"
@@ -292,10 +303,13 @@ def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
     bench = commands.add_parser(
         "bench",
         help="run a bench case of the repository",
-        description="Run bench/CASE.py of the checkout; what is not --json is handed to it.",
+        description="Run bench/CASE.py of the checkout; what is not --json is handed to it. "
+        "`kvkeep bench CASE --help` lists the case's own options.",
         allow_abbrev=False,
+        add_help=False,
     )
-    bench.set_defaults(command=_bench, name="bench")
+    bench.set_defaults(command=_bench, name="bench", parser=bench)
+    bench.add_argument("-h", "--help", action="store_true", help="this list, or that of the case")
     _add_json(bench)
     bench.add_argument("case", nargs="?", metavar="CASE", help="the case, such as index")
 

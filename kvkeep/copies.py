@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from kvkeep.lease import Lease
-from kvkeep.tiers.ledger import Ledger
+from kvkeep.tiers.ledger import Ledger, State
 from kvkeep.transfer.backend import NO_WAIT, After, Job
 from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan
@@ -169,6 +169,13 @@ class Copies:
         for copy in copies:
             copy.leases.remove(lease)
         return [copy for copy in copies if not copy.leases]
+
+    def order(self, lease: Lease, stream: object) -> None:
+        """What is queued on `stream` from now on comes after the copies out of the lease's pages: it waits for none."""
+        for copy in [copy for copy in lease.copies if copy.cause == "demote"]:
+            if self.manager.order_after(copy.job, stream):
+                self._gpu.follow(array("i", (p for p in copy.gpu if self._gpu.state(p) is State.DRAINING)))
+                self.let_go(copy)
 
     def let_go(self, copy: Copy) -> None:
         """Nobody waits for `copy` any more."""

@@ -46,12 +46,14 @@ class LeaseHandle:
         self._lease: Lease | None = None
         self._waiting: list[asyncio.Future[None]] = []
 
-    async def ready(self) -> None:
+    async def ready(self, stream: object = None) -> None:
         """Returns when every page may be read and written.
 
+        stream: where the caller launches its forwards (a `torch.cuda.Stream`): copies that only read the pages are
+            not waited for, since the stream comes after them.
         Raises `LeaseRevoked`, or another `LeaseEnded`.  A task that is cancelled here leaves the lease as it is.
         """
-        await self._until(lambda: self.readable)
+        await self._until(lambda: self._readable_on(stream))
 
     async def wait_for_pages(self) -> None:
         """Returns when it is `admitted`."""
@@ -179,6 +181,11 @@ class LeaseHandle:
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
+
+    def _readable_on(self, stream: object) -> bool:
+        if self._lease is not None:
+            self._lease.gate.wait_on(stream)
+        return self.readable
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         while True:

@@ -4,10 +4,39 @@ Must not know the tree, the pool or the lock: `cache.py` is the only one that ch
 """
 
 from array import array
+from collections.abc import Callable
 from typing import Any, Literal
 
 from kvkeep.errors import InvariantViolation
 from kvkeep.index.names import TOKEN_NBYTES, Identity, PageMedia
+
+
+class Gate:
+    """What keeps the pages of a lease from being touched.
+
+    Loads gate whoever schedules: no forward is launched before `open`.  Copies out of pages gate streams only.
+    """
+
+    __slots__ = ("_lease",)
+
+    def __init__(self, lease: "Lease") -> None:
+        self._lease = lease
+
+    @property
+    def open(self) -> bool:
+        """Whether a forward may be launched over the lease: the opposite of `Lease.read_in_progress`."""
+        return not self._lease.copies
+
+    def wait_on(self, stream: object) -> bool:
+        """Puts what is queued on `stream` from now on behind the copies out of the lease's pages; they gate no more.
+
+        stream: where the engine launches its forwards; for CUDA a `torch.cuda.Stream`, or its handle; None: nowhere.
+        Returns whether it is `open`: not while loads run or copies have not started, nor where there are no streams.
+        Never blocks.
+        """
+        if stream is not None and self._lease.copies and self._lease.order is not None:
+            self._lease.order(self._lease, stream)
+        return self.open
 
 
 class Lease:
@@ -28,8 +57,8 @@ class Lease:
 
     __slots__ = (
         "base", "base_name", "copies", "epoch", "holes", "identity", "kv_len", "length", "live", "loaded_len",
-        "matched_len", "media", "names", "number", "pages", "path", "revoked", "storable", "store", "stored", "tokens",
-        "twins",
+        "matched_len", "media", "names", "number", "order", "pages", "path", "revoked", "storable", "store", "stored",
+        "tokens", "twins",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +95,8 @@ class Lease:
         self.stored = base
         self.path: tuple[int, int] | None = None
         self.twins: list[int] = []
-        self.copies: set[Any] = set()  # copies in flight, into or out of its pages
+        self.copies: set[Any] = set()  # copies in flight, into or out of its pages, that it waits for
+        self.order: Callable[[Lease, object], None] | None = None  # what `Gate.wait_on` does
         self.revoked = False
         self.holes: list[tuple[int, int]] = []
 
@@ -78,6 +108,11 @@ class Lease:
         """
         return bool(self.copies)
 
+    @property
+    def gate(self) -> Gate:
+        """What `read_in_progress` tells, for engines that launch forwards on streams."""
+        return Gate(self)
+
     def shorten(self, depth: int, base_name: int, raw: bytes, page_nbytes: int) -> None:
         """The matched pages from `depth` on did not arrive: the lease computes them.   raw: their token ids."""
         if depth + len(raw) // page_nbytes != self.base or self.names:
@@ -86,6 +121,7 @@ class Lease:
         self.base = self.stored = depth
         self.base_name = base_name
         self.loaded_len = 0
+        self.holes = []  # they are behind it
         self.matched_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
 
     @property

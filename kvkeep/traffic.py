@@ -184,7 +184,7 @@ class Traffic:
 
     def clean(self, window: int) -> int:
         """Copies down what of the `window` coldest pages has no host copy, if the link is idle; how many pages."""
-        if self._manager.busy:
+        if not self._manager.idle:
             return 0
         order, seen, total = self._tree.gpu.order, [], 0
         while window > 0 and (run := order.coldest()) is not None:

@@ -27,12 +27,17 @@ class Answer:
 
 
 def ask(
-    engine: Engine, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = (), store: bool = True
+    engine: Engine,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    store: bool = True,
+    salt: bytes = b"",
 ) -> Answer:
     """Run one prompt, greedily, on an engine that has nothing else to do."""
     params = SamplingParams(max_new_tokens=max_new_tokens, stop_ids=tuple(stop_ids))
     start = time.perf_counter_ns()
-    request = engine.submit(prompt, params, store=store)
+    request = engine.submit(prompt, params, store=store, salt=salt)
     engine.run()
     return Answer(
         output_ids=tuple(request.output_ids),

@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig, IndexAt, check_choice, check_int
 from kvkeep.engine.arithmetic import Arithmetic, Mode
 from kvkeep.engine.forward import Forward, Piece
-from kvkeep.engine.host_tier import HostTier
+from kvkeep.engine.host_tier import HostTier, WrapBackend
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.engine.paged_attention import Segment
 from kvkeep.engine.request import Request, SamplingParams, State
@@ -53,6 +54,9 @@ class EngineConfig:
     host_pages: pages of the tier in host memory, where cold pages wait; 0 is none.
     suspend_pages: pages in host memory for preempted requests; a preempted request that does not fit there gives its
         pages up and is computed again.
+    suspend: which pages go there: "exclusive", those that no other request holds (what becomes of the others meanwhile
+        may have to be computed again), or "complete", all.
+    weigh_loads: compute pages again where that is faster than to bring them from host memory; off brings them always.
     copy_threads: threads that copy between the tiers where both are in host memory.
     """
 
@@ -67,6 +71,8 @@ class EngineConfig:
     index_at: IndexAt = "seal"
     host_pages: int = 0
     suspend_pages: int = 0
+    suspend: Literal["exclusive", "complete"] = "exclusive"
+    weigh_loads: bool = True
     copy_threads: int = 1
 
     def __post_init__(self) -> None:
@@ -79,6 +85,7 @@ class EngineConfig:
                 check_int(name, getattr(self, name), at_least=1)
         if self.arithmetic is not None:
             check_choice("arithmetic", self.arithmetic, ("strict", "fast"))
+        check_choice("suspend", self.suspend, ("exclusive", "complete"))
 
 
 DEFAULTS = EngineConfig()
@@ -93,10 +100,13 @@ class Engine:
     All methods are called from one thread.  `on_forward`, if set, is called for each request of a forward with the
     positions [start, end) it computed and, when a token follows from them, the logits [vocabulary] of the last one;
     K and V of all positions below `end` are then in the request's pages (`read_kv`).  It must not raise: a step that it
-    leaves half done cannot be taken up again.
+    leaves half done cannot be taken up again.  `wrap_backend` puts a backend of the caller's around the one that copies
+    between the tiers, for tests of what happens when copies fail.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig = DEFAULTS, *, wrap_backend: WrapBackend | None = None
+    ) -> None:
         self.loaded = loaded
         self.config = config
         mode: Mode = config.arithmetic or ("strict" if torch.device(loaded.device).type == "cpu" else "fast")
@@ -107,7 +117,8 @@ class Engine:
         )
         layout = loaded.layout(config.page_size)
         self.pool = GpuPool.allocate(layout, config.pool_pages, loaded.device)
-        self._below = HostTier(self.pool, config) if config.host_pages or config.suspend_pages else None
+        tiered = config.host_pages or config.suspend_pages
+        self._below = HostTier(self.pool, config, wrap_backend) if tiered else None
         self.cache = TieredCache(
             CacheConfig(page_size=config.page_size, index_at=config.index_at),
             self.pool,
@@ -187,8 +198,8 @@ class Engine:
     def step(self) -> bool:
         """One forward over the requests that run; False when there was nothing to do."""
         self.cache.poll()
-        self._admit()
         self._take_stock()
+        self._admit()
         batch = self._compose()
         if not batch:
             return self._wait_for_copies()
@@ -254,10 +265,13 @@ class Engine:
         return self.cache.admit(request.ids, salt=request.salt, reuse=request.reuse, store=request.store)
 
     def _take_stock(self) -> None:
-        """Requests whose pages did not arrive wait again; those that found no page for their last token try again."""
+        """Whose pages arrived may go on, whose did not waits again; who found no page for a last token tries again."""
         for request in [r for r in self._running if r.held.revoked]:
             self._leave(request)
             self._wait_again(request)
+        for request in self._running:
+            if request.gated and not request.held.read_in_progress:
+                request.arrived()
         for request in [r for r in self._running if r.starved]:
             if request.state is State.RUNNING:
                 self._extend(request)
@@ -274,12 +288,12 @@ class Engine:
         assert self._below is not None
         self.cache.fence(self._below.written())
         rows = sum(piece.segment.rows for _, piece in batch)
-        if rows > len(batch):
+        if rows > len(batch) and self.config.weigh_loads:
             self.cache.prefilled(rows, seconds)
 
     def _compose(self) -> list[tuple[Request, Piece]]:
         """The next forward: every request that decodes, longest first, then prompts, oldest first, up to a chunk."""
-        ready = [r for r in self._running if not r.starved and not r.held.read_in_progress]
+        ready = [r for r in self._running if not r.starved and self._may_run(r)]
         decoding = sorted((r for r in ready if r.pending == 1 and not r.holes), key=lambda r: -len(r.ids))
         batch = [(request, self._piece(request, len(request.ids))) for request in decoding]
         budget = self._chunk_tokens
@@ -298,6 +312,11 @@ class Engine:
                 budget -= end - request.kv_len
                 batch.append((request, self._piece(request, end)))
         return batch
+
+    def _may_run(self, request: Request) -> bool:
+        """Whether a forward may be launched over the request's pages: on a stream, behind the copies out of them."""
+        gate = request.held.gate
+        return gate.open or (self._below is not None and gate.wait_on(self._below.stream))
 
     def _piece(self, request: Request, end: int) -> Piece:
         start = request.kv_len
@@ -370,9 +389,9 @@ class Engine:
     def _preempt(self, request: Request) -> None:
         """Takes a request's pages.  They go to host memory if there is room, else full ones to the index."""
         ticket = None
-        if self.config.suspend_pages and not request.holes:
+        if self.config.suspend_pages and not request.holes and not request.gated:
             try:
-                ticket = self.cache.suspend(request.held, request.kv_len)
+                ticket = self.cache.suspend(request.held, request.kv_len, complete=self.config.suspend == "complete")
             except CannotSuspend:
                 ticket = None
         if ticket is None and request.held.read_in_progress:
@@ -382,6 +401,7 @@ class Engine:
         self._leave(request)
         self._held = True
         request.preemptions += 1
+        request.suspensions += ticket is not None
         self._wait_again(request, ticket)
 
     def _wait_again(self, request: Request, ticket: Suspended | None = None) -> None:

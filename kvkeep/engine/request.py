@@ -66,12 +66,14 @@ class Request:
     number: order of submission; a lower number is older.
     ids: prompt and generated token ids.
     kv_len: positions whose K and V are in pages.
-    matched_len: prompt tokens taken from the cache at the first admission.   host_len: of those, the ones that came
-        from host memory.
-    recomputed_len: tokens computed once more after preemptions.
+    matched_len: prompt tokens taken from the cache before anything was computed.   host_len: of those, the ones that
+        came from host memory.
+    preemptions: how often its pages were taken.   suspensions: of those, how often they were copied to host memory.
+    recomputed_len: tokens computed once more after preemptions.   hole_len: of those, ones before KV that was kept.
     ticket: what the cache keeps of it while it is suspended.
     holes: ranges of positions below `kv_len` that are to be computed again after a suspension.
     starved: it sits out, since the page for its last token is still being copied.
+    gated: it waits for copies that its admission began, and may turn out to have less KV than it was promised.
     finish_reason: "stop" (a stop id) or "length" (max_new_tokens) of a finished request.
     """
 
@@ -88,12 +90,14 @@ class Request:
     ticket: Suspended | None = None
     holes: list[tuple[int, int]] = field(default_factory=list)
     starved: bool = False
-    first_admission: bool = True
+    gated: bool = False
     kv_len: int = 0
     matched_len: int = 0
     host_len: int = 0
     recomputed_len: int = 0
+    hole_len: int = 0
     preemptions: int = 0
+    suspensions: int = 0
     finish_reason: Literal["stop", "length"] | None = None
     submitted_ns: int = field(default_factory=time.perf_counter_ns)
     first_token_ns: int | None = None
@@ -134,14 +138,22 @@ class Request:
         return self.lease
 
     def start(self, lease: Lease) -> None:
-        """Admitted: the first `lease.kv_len` positions are there, but for `lease.holes`."""
-        holes = sum(end - start for start, end in lease.holes)
-        if self.first_admission:
+        """Admitted: once copies are over the first `lease.kv_len` positions are there, but for `lease.holes`."""
+        self.state, self.lease, self.ticket = State.RUNNING, lease, None
+        self.gated = lease.read_in_progress
+        if not self.gated:
+            self.arrived()
+
+    def arrived(self) -> None:
+        """What its admission promised is there, or, where a load failed, as much of it as there will be."""
+        lease = self.held
+        if not self.preemptions:
             self.matched_len, self.host_len = lease.matched_len, lease.loaded_len
         else:
+            holes = sum(end - start for start, end in lease.holes)
+            self.hole_len += holes
             self.recomputed_len += max(self.kv_len - lease.kv_len, 0) + holes
-        self.first_admission = False
-        self.state, self.lease, self.ticket = State.RUNNING, lease, None
+        self.gated = False
         self.kv_len, self.holes = lease.kv_len, list(lease.holes)
 
     def fill(self, end: int) -> None:
@@ -162,7 +174,7 @@ class Request:
     def wait(self, ticket: Suspended | None) -> None:
         """Its pages were taken; `kv_len` stays to tell what is computed again."""
         self.state, self.lease, self.ticket = State.WAITING, None, ticket
-        self.holes, self.starved = [], False
+        self.holes, self.starved, self.gated = [], False, False
 
     def end(self, state: State) -> None:
         """Finished or aborted."""

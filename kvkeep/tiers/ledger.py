@@ -7,6 +7,7 @@ Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
     OPEN --load--> LOADING --land--> READY              a copy writes it; if that fails --hand_over--> OPEN, or FREE
     READY --drain--> DRAINING --hand_over--> OPEN, or FREE   a copy still reads it, and one heir waits for it
     DRAINING --load--> LOADING                               and another will write it then; --unload--> it will not
+    DRAINING --follow--> OPEN    the heir writes it in the order of a stream that comes after the copy, which goes on
 
 Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
 the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
@@ -154,13 +155,13 @@ class Ledger:
         """OPEN -> READY: the bytes are complete and will not change."""
         if len(pages) <= SCALAR_PAGES_MAX:
             for p in pages:
-                if self._states[p] != _OPEN or self._words[p] != 2:
+                if self._states[p] != _OPEN or self._words[p] | 6 != 6:
                     raise self._broken("sealed", p)
             for p in pages:
                 self._states[p] = _READY
             return
         ids = as_index(pages)
-        bad = (self._states_np.take(ids) != _OPEN) | (self._words_np.take(ids) != 2)
+        bad = (self._states_np.take(ids) != _OPEN) | (self._words_np.take(ids) | 6 != 6)
         if np.count_nonzero(bad):
             raise self._broken("sealed", int(ids[bad.argmax()]))
         self._states_np[ids] = _READY
@@ -331,6 +332,14 @@ class Ledger:
             self._generations[p] += 1
         self._set_state(pages, _DRAINING)
 
+    def follow(self, pages: "array[int]") -> None:
+        """DRAINING -> OPEN: the heir's writes come after the copy that still reads the pages, and holds them."""
+        self._expect(pages, _DRAINING, "written behind its copy")
+        for p in pages:
+            if self._words[p] != 4:
+                raise self._broken("written behind its copy", p)
+        self._set_state(pages, _OPEN)
+
     def _expect(self, pages: "array[int]", state: int, what: str) -> None:
         bad = self._states_np.take(as_index(pages)) != state
         if np.count_nonzero(bad):
@@ -387,7 +396,9 @@ class Ledger:
                 (state == _FREE) != (word == 0) for state, word in seen
             ),
             "a count below zero": any(word < 0 for _, word in seen),
-            "an OPEN page with other than one holder": any(state == _OPEN and word != 2 for state, word in seen),
+            "an OPEN page in the index, or with more holders than its request and a copy before it": any(
+                state == _OPEN and word not in (2, 4) for state, word in seen
+            ),
             "a LOADING page without its copy": any(state == _LOADING and word < 2 for state, word in seen),
             "a DRAINING page in the index, or without its copy": any(
                 state == _DRAINING and word not in (2, 4) for state, word in seen

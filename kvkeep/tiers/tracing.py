@@ -31,7 +31,8 @@ class TracingLedger(Ledger):
     def seal(self, pages: "array[int]", owner: object) -> None:
         self._distinct(pages)
         for p in pages:
-            if list(self.owners[p]) != [owner]:
+            others = [who for who in self.owners[p] if who != owner]  # a copy that the owner's stream comes after
+            if not self.owners[p][owner] or INDEX in others or len(others) > 1:
                 raise InvariantViolation(f"page {p} sealed by {owner!r}: {self.story(p)}")
         super().seal(pages, owner)
 
@@ -83,6 +84,10 @@ class TracingLedger(Ledger):
         super().drain(pages, heir)
         self._lose(pages, INDEX)
         self._acquire(pages, heir)
+
+    def follow(self, pages: "array[int]") -> None:
+        self._distinct(pages)
+        super().follow(pages)
 
     def story(self, page: int) -> str:
         lines = [f"{who!r} x{n} since {self._since[page].get(who, '?')}" for who, n in self.owners[page].items()]

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkeep.errors import BadInput
 from kvkeep.tiers.memory import PageMemory, Plane
-from kvkeep.transfer.cuda_api import Api
+from kvkeep.transfer.cuda_api import Api, Int64s
 from kvkeep.transfer.pieces import pieces
 
 
@@ -49,14 +49,17 @@ class Addresses:
         """Device addresses and strides as the kernel reads them."""
         return array("Q", self.device_addresses + self.device_strides)
 
-    def of_pages(self, device_pages: "array[int]", host_pages: "array[int]") -> tuple[list[int], list[int], list[int]]:
+    def of_pages(self, device_pages: "array[int]", host_pages: "array[int]") -> tuple[Int64s, Int64s, Int64s]:
         """Where each piece of each pair of pages is, page by page: on the device, in host memory, and its bytes."""
         offsets = np.cumsum((0, *self.sizes[:-1]), dtype=np.int64)
         device_ids = np.frombuffer(device_pages, dtype=np.int32).astype(np.int64)[:, None]
         host_ids = np.frombuffer(host_pages, dtype=np.int32).astype(np.int64)[:, None]
-        on_device = np.array(self.device_addresses) + device_ids * np.array(self.device_strides)
+        on_device = np.array(self.device_addresses, dtype=np.int64) + device_ids * np.array(
+            self.device_strides, dtype=np.int64
+        )
         on_host = self.host_address + offsets + host_ids * self.host_stride
-        return on_device.ravel().tolist(), on_host.ravel().tolist(), list(self.sizes) * len(device_pages)
+        sizes = np.tile(np.array(self.sizes, dtype=np.int64), len(device_pages))
+        return on_device.ravel(), on_host.ravel(), sizes
 
 
 def addresses_of(device: PageMemory, host: PageMemory) -> Addresses:
@@ -77,9 +80,10 @@ def addresses_of(device: PageMemory, host: PageMemory) -> Addresses:
     )
 
 
-def scratch(api: Api, like: Addresses, nbytes: int) -> tuple[Addresses, Callable[[], None]]:
-    """About `nbytes` of new device and pinned memory, cut into the same pieces, and what gives it back."""
-    pages = max(1, nbytes // like.page_nbytes)
+def scratch(api: Api, like: Addresses, nbytes: int, pieces_max: int) -> tuple[Addresses, Callable[[], None]]:
+    """About `nbytes` of new device and pinned memory, cut into the same pieces, at most `pieces_max` of them where a
+    page has fewer; and what gives it back."""
+    pages = max(1, min(nbytes // like.page_nbytes, pieces_max // like.pieces))
     device = api.new_device_memory(pages * like.page_nbytes)
     host = api.new_host_memory(pages * like.page_nbytes)
     starts = np.cumsum((0, *like.sizes[:-1])) * pages + device

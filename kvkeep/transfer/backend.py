@@ -34,12 +34,10 @@ class Job:
 
     number: in order of submission.   nbytes: what it copies.
     after: the copy may begin when this is done.   due: the manager's clock at which it is overdue.
-    gating: True while the pages it moves may not be touched by those who wait for it.  A load gates until its bytes
-        are there, for ever if they never come; a store gates until its sources are no longer read.
     The manager alone changes it.
     """
 
-    __slots__ = ("after", "due", "gating", "nbytes", "number", "overdue", "plan")
+    __slots__ = ("after", "due", "nbytes", "number", "overdue", "plan")
 
     def __init__(self, number: JobNumber, plan: Plan, after: After, nbytes: int, due: float) -> None:
         self.number = number
@@ -48,7 +46,6 @@ class Job:
         self.nbytes = nbytes
         self.due = due
         self.overdue = False
-        self.gating = True
 
     def __repr__(self) -> str:
         return f"Job {self.number} ({self.plan.cause} {len(self.plan)} pages)"

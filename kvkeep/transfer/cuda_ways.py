@@ -21,8 +21,10 @@ log = logging.getLogger(__name__)
 Way = Literal["dma", "batch", "kernel"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
-#: Bytes copied in each round of the calibration: long against a launch, short against a start.
+#: Bytes copied in each round of the calibration: long against a launch, short against a start; and pieces, for those
+#: of a few bytes would take minutes one by one.
 CALIBRATION_NBYTES = 64 * 2**20
+CALIBRATION_PIECES_MAX = 4096
 CALIBRATION_ROUNDS = 3
 
 #: Enough threads to keep a PCIe link full (16 bytes each, about 2 us away), few enough to leave the model its device.
@@ -98,7 +100,7 @@ class Copier:
         if way == "batch":
             self._api.copy_batch(targets, sources, sizes, stream)
         else:
-            for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+            for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self._api.copy(target, source, nbytes, stream)
         return 0
 
@@ -131,7 +133,7 @@ def load_kernel(api: Api, addresses: Addresses) -> Kernel:
 
 def calibrate(api: Api, like: Addresses, kernel: Kernel, streams: dict[Direction, Stream]) -> dict[Direction, Way]:
     """Copies scratch memory cut into pieces like these, each way in each direction; logs and returns the fastest."""
-    addresses, free_scratch = scratch(api, like, CALIBRATION_NBYTES)
+    addresses, free_scratch = scratch(api, like, CALIBRATION_NBYTES, CALIBRATION_PIECES_MAX)
     copier = Copier(api, addresses, kernel)
     try:
         fastest: dict[Direction, Way] = {}

@@ -13,14 +13,13 @@ Decisions are taken under the lock; the backend is called outside it, by one thr
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.transfer.backend import After, Backend, BackendDied, Job, JobNumber, Outcome
-from kvkeep.transfer.gate import Gate
 from kvkeep.transfer.plan import Plan
 from kvkeep.transfer.tally import Queues, Tally, TransferStats
 
@@ -116,6 +115,14 @@ class TransferManager:
         """Whether a job waits or runs, so that `poll` can have something to say."""
         return bool(self._in_flight or self._loads or self._stores)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs, but for copies that are overdue: they may never end."""
+        if not self.busy:
+            return True
+        with self._lock:
+            return not self._loads and not self._stores and all(job.overdue for job in self._in_flight)
+
     def stats(self) -> TransferStats:
         """Counters since the start, and the queues now."""
         with self._lock:
@@ -127,10 +134,6 @@ class TransferManager:
                 self._in_flight_nbytes,
             )
             return self._tally.snapshot(queues, self._dead)
-
-    def gate(self, jobs: Iterable[Job]) -> Gate:
-        """The gate of a lease that waits for `jobs`."""
-        return Gate(jobs, self._backend)
 
     # ------------------------------------------------------------------ the life of a job
 
@@ -167,9 +170,21 @@ class TransferManager:
         with self._lock:
             if not self._unqueue(job):
                 return False
-            job.gating = job.plan.direction == "h2d"
             self._tally.revoked += 1
             return True
+
+    def order_after(self, job: Job, stream: object) -> bool:
+        """Puts what is queued on `stream` from now on behind a job that runs; never blocks.
+
+        False when the host has to wait for it: it has not started, there are no streams, or another thread drives the
+        backend at this moment.
+        """
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            return self._backend.order_after(job, stream)
+        finally:
+            self._driving.release()
 
     def start(self) -> None:
         """Starts what may start now, loads first.  For callers who cannot wait for the next `poll`; never blocks."""
@@ -284,7 +299,6 @@ class TransferManager:
     def _finish(self, job: Job, error: str | None, copy_ns: int = 0) -> Completion:
         """Under the lock; the job is in no queue any more."""
         ok = error is None
-        job.gating = not ok and job.plan.direction == "h2d"
         self._tally.ended(job, ok, copy_ns)
         return Completion(job, ok, True, error, job.overdue, job.nbytes if ok else 0, copy_ns)
 

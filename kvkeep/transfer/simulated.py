@@ -17,6 +17,7 @@ import random
 from array import array
 from collections.abc import Iterable
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +42,19 @@ class When(Enum):
     LATE = "late"
 
 
-class PendingWrite:
-    """An event of whoever writes device pages: not done until `finish`."""
+class Stream(Protocol):
+    """Where whoever writes device pages queues the writes."""
 
-    def __init__(self, backend: "SimulatedBackend", pages: "array[int]") -> None:
+    def follow(self, job: Job) -> None:
+        """Writes that are queued from now on are made when `job` is over (no longer one of `SimulatedBackend.jobs`)."""
+
+
+class PendingWrite:
+    """An event of whoever writes device pages: not done until `finish`.   behind: jobs that it begins after."""
+
+    def __init__(self, backend: "SimulatedBackend", pages: "array[int]", behind: Iterable[Job]) -> None:
         self.pages = pages
+        self.behind = frozenset(behind)
         self.done = False
         self._backend = backend
 
@@ -145,9 +154,12 @@ class SimulatedBackend:
         self._move(running)
         return True
 
-    def writing(self, pages: Iterable[int]) -> PendingWrite:
-        """Device pages are being written from now on: the event that ends it.  No job may touch them before."""
-        write = PendingWrite(self, array("i", pages))
+    def writing(self, pages: Iterable[int], behind: Iterable[Job] = ()) -> PendingWrite:
+        """Device pages are being written from now on: the event that ends it.  No job may touch them before.
+
+        behind: jobs that the write is ordered after.
+        """
+        write = PendingWrite(self, array("i", pages), behind)
         self._check_write(write)
         self._writes.append(write)
         return write
@@ -202,8 +214,11 @@ class SimulatedBackend:
         return out
 
     def order_after(self, job: Job, stream: object) -> bool:
-        """False: there are no streams."""
-        return False
+        """The `Stream` of a test follows a job that has been launched; anything else is no stream."""
+        if job not in self._running or not hasattr(stream, "follow"):
+            return False
+        stream.follow(job)
+        return True
 
     def wait(self, timeout_s: float) -> None:
         """Time passes."""
@@ -307,7 +322,7 @@ class SimulatedBackend:
         reads, writes = _touched(job)
         for write in self._writes:
             both = (reads | writes) & {("device", page) for page in write.pages}
-            if both:
+            if both and job not in write.behind:
                 raise InvariantViolation(f"{job} may touch {min(both)} while it is being written: a missing barrier")
         for other in self._running.values():
             if other is running or not other.begun:
@@ -321,7 +336,7 @@ class SimulatedBackend:
         pages = {("device", page) for page in write.pages}
         for running in self._running.values():
             reads, writes = _touched(running.job)
-            if running.begun and pages & (reads | writes):
+            if running.begun and pages & (reads | writes) and running.job not in write.behind:
                 raise InvariantViolation(f"a write of {sorted(pages)} begins while {running.job} uses one of them")
 
 

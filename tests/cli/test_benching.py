@@ -25,6 +25,16 @@ def run(arguments):
 """
 
 
+WORDY = """
+import argparse
+
+def run(arguments):
+    parser = argparse.ArgumentParser(prog="kvkeep bench wordy")
+    parser.add_argument("--of-its-own")
+    parser.parse_args(arguments)
+"""
+
+
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of cases that holds one, `echo`, and a helper."""
@@ -51,6 +61,29 @@ def test_the_command_line_hands_over_what_is_not_its_own(bench: Path, tmp_path: 
     """`bench echo --json FILE --size 9` writes FILE and gives the case the rest."""
     assert 0 == cli.main(["bench", "echo", "--size", "9", "--json", str(tmp_path / "out.json")])
     assert '"value": 2' in (tmp_path / "out.json").read_text()
+
+
+def test_every_case_lists_its_own_options(bench: Path, capsys: pytest.CaptureFixture[str]):
+    """`bench CASE --help`, in either order and spelling, is the case's to answer; without a case it is bench's."""
+    (bench / "wordy.py").write_text(WORDY)
+    for words in (["wordy", "--help"], ["wordy", "-h"], ["--help", "wordy"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["bench", *words])
+        assert (0, True) == (end.value.code, "--of-its-own" in capsys.readouterr().out)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "--help"])
+    said = capsys.readouterr().out
+    assert (0, True, False) == (end.value.code, "--json" in said, "--of-its-own" in said)
+
+
+@pytest.mark.parametrize("case", bench_names(Path(__file__).parents[2] / "bench"))
+def test_the_cases_of_the_repository_list_theirs(case: str, capsys: pytest.CaptureFixture[str]):
+    """Each says its own name, its options, and that --json is understood before it."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", case, "--help"])
+    said = capsys.readouterr().out
+    assert not end.value.code
+    assert f"kvkeep bench {case}" in said and "--quick" in said and "--json" in said
 
 
 def test_outside_a_checkout_bench_says_so(

@@ -1,6 +1,8 @@
 """The bit gate: it passes on the real thing and fails on every kind of wrong page that is planted."""
 
 import json
+import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,20 @@ from tests.cli.conftest import TINY, Run
 torch = pytest.importorskip("torch")
 
 from kvkeep.cache import TieredCache  # noqa: E402 (needs torch)
+from kvkeep.engine.asking import random_ids  # noqa: E402
+from kvkeep.engine.loader import load_model  # noqa: E402
 from kvkeep.engine.verify.compare import kv_difference, output_difference, same_bits  # noqa: E402
+from kvkeep.engine.verify.counts import Counts  # noqa: E402
 from kvkeep.engine.verify.gate import Findings, Gate  # noqa: E402
-from kvkeep.engine.verify.scenarios import Ask, Scenario, Waves  # noqa: E402
+from kvkeep.engine.verify.scenarios import Ask, Scenario, Sizes, Waves  # noqa: E402
 from kvkeep.engine.verify.strict import FromScratch  # noqa: E402
+from kvkeep.engine.verify.tiers import host_scenarios, suspension_scenarios  # noqa: E402
+from kvkeep.index.names import TokenIds  # noqa: E402
+from kvkeep.lease import Lease  # noqa: E402
+from kvkeep.parking import Parking  # noqa: E402
+from kvkeep.traffic import Suspended  # noqa: E402
+from kvkeep.transfer.backend import Job  # noqa: E402
+from kvkeep.transfer.host import HostBackend  # noqa: E402
 
 MODES = ("strict", "same-schedule")
 
@@ -35,6 +47,12 @@ def test_the_gate_passes_on_the_real_thing(mode: str, kvkeep: Run, tmp_path: Pat
     assert value["pages_evicted"] >= 20 and value["preemptions"] >= 1
     assert {0, 16, 32, 48, 64, 80, 96} <= {row["matched_tokens"] for row in got["rows"]}
     assert max(row["output_tokens"] for row in got["rows"]) > 16, "no page was generated whole"
+    counted = ["host_hit_pages", "mixed_hits", "room_waits"]
+    if mode == "strict":
+        counted += ["suspensions", "hole_tokens", "failed_copies", "lost_tokens", "revocations"]
+    assert all(value[name] > 0 for name in counted), {name: value[name] for name in counted}
+    assert 40 == value["cases_hits_in_host_memory"]
+    assert {0, 16, 32, 48, 64, 80, 96} <= {row["matched_host_tokens"] for row in got["rows"]}
 
 
 def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +82,46 @@ def hand_out_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
         return lease
 
     monkeypatch.setattr(TieredCache, "admit", admit)
+
+
+def leave_half_of_a_load_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last page of each load does not arrive, and nobody says so."""
+    right = HostBackend.launch
+
+    def launch(backend: HostBackend, job: Job) -> None:
+        plan = job.plan
+        if plan.cause == "promote":
+            plan.sources[-1] = plan.sources[0] if len(plan) > 1 else 1 - min(plan.sources[0], 1)
+        right(backend, job)
+
+    monkeypatch.setattr(HostBackend, "launch", launch)
+
+
+def read_before_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for loads."""
+    monkeypatch.setattr(Lease, "read_in_progress", property(lambda lease: False))
+
+
+def mix_up_suspended_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed request gets its own pages in another order."""
+    right = Parking.resume
+
+    def resume(parking: Parking, ticket: Suspended, slots: "array[int]", gpu: "array[int]", lease: Lease) -> bool:
+        return right(parking, ticket, slots[::-1], gpu, lease)
+
+    monkeypatch.setattr(Parking, "resume", resume)
+
+
+def leave_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed request takes what it shared for still there."""
+    right = TieredCache.resume
+
+    def resume(cache: TieredCache, ticket: Suspended, tokens: TokenIds) -> Lease:
+        lease = right(cache, ticket, tokens)
+        lease.holes = []
+        return lease
+
+    monkeypatch.setattr(TieredCache, "resume", resume)
 
 
 def overwrite_kept_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +170,32 @@ def test_the_gate_fails_on_a_wrong_page(
     )
 
 
+TIERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (leave_half_of_a_load_behind, "hits in host memory"),
+    (read_before_it_arrived, "pages change places"),
+    (mix_up_suspended_pages, "suspended"),
+    (leave_holes, "suspended"),
+]
+
+
+@pytest.mark.parametrize(("plant", "name"), TIERS)
+def test_the_gate_fails_on_a_page_that_came_back_wrong(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
+):
+    """What a load or a resumption brings, when it brings it and what it leaves out: each shows in the bits."""
+    loaded, sizes, findings = load_model("stories260k"), Sizes(16, 6), Findings()
+    rng = random.Random(1)
+    planned = [*host_scenarios(sizes, lambda n: random_ids(rng, loaded, n))]
+    planned += suspension_scenarios(sizes, lambda n: random_ids(rng, loaded, n))
+    scenario = next(scenario for scenario in planned if scenario.name == name)
+    plant(monkeypatch)
+    Gate(loaded, 16, strict=True, judge=FromScratch(loaded, 16, 8), findings=findings).run([scenario], cases_max=99)
+    assert findings.mismatches > 0
+
+
 def test_the_first_difference_is_the_one_that_was_planted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None
 ):
@@ -134,14 +218,13 @@ def test_a_cache_that_finds_nothing_does_not_pass(
 
 def test_a_scenario_that_did_not_get_to_its_point_is_reported(one_thread: None):
     """A scenario that is there to drop pages, run in an ample pool, is listed as untested."""
-    from kvkeep.engine.loader import load_model
 
     def waves() -> Waves:
         yield [Ask(list(range(1, 40)), new=2)]
 
     loaded, findings = load_model("stories260k"), Findings()
     gate = Gate(loaded, 16, strict=True, judge=FromScratch(loaded, 16, 8), findings=findings)
-    gate.run([Scenario("roomy", 50, waves, evicted_min=1, preempted_min=1)], cases_max=9)
+    gate.run([Scenario("roomy", 50, waves, Counts(pages_evicted=1, preemptions=1))], cases_max=9)
     assert (1, 0) == (len(findings.cases), findings.mismatches)
     assert 2 == len(findings.untested) and "roomy" in findings.untested[0]
 

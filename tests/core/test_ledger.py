@@ -393,13 +393,20 @@ def test_a_corrupted_ledger_is_found() -> None:
     def below_zero(ledger: Ledger) -> None:
         ledger._words[0] = -1
 
-    def two_writers(ledger: Ledger) -> None:
-        ledger._words[ledger.open(1, "b")[0]] = 4
+    def three_holders(ledger: Ledger) -> None:
+        ledger._words[ledger.open(1, "b")[0]] = 6
 
     def idle_count(ledger: Ledger) -> None:
         ledger.idle += 1
 
-    for harm in (free_twice, owned_and_free, state_of_an_owned_page, below_zero, two_writers, idle_count):
+    for harm in (
+        free_twice,
+        owned_and_free,
+        state_of_an_owned_page,
+        below_zero,
+        three_holders,
+        idle_count,
+    ):
         ledger = fresh()
         ledger.check_invariants()
         harm(ledger)

@@ -1,12 +1,18 @@
 """The engine over two tiers: what comes back from host memory, or from a suspension, is what was computed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvkeep.engine.engine import Engine, EngineConfig, SamplingParams, State
+from kvkeep.engine.host_tier import WrapBackend
 from kvkeep.engine.loader import LoadedModel
+from kvkeep.engine.verify.faults import FailingBackend
+from kvkeep.tiers.memory import PageMemory
+from kvkeep.transfer.backend import Backend
+from kvkeep.transfer.plan import Cause
 
 PAGE = 16
 
@@ -19,10 +25,14 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def answers(
-    loaded: LoadedModel, rounds: list[list[list[int]]], new_tokens: int, **settings: Any
+    loaded: LoadedModel,
+    rounds: list[list[list[int]]],
+    new_tokens: int,
+    wrap: WrapBackend | None = None,
+    **settings: Any,
 ) -> tuple[Engine, list[list[int]]]:
     """Runs each round's prompts together and returns all outputs."""
-    engine = Engine(loaded, EngineConfig(page_size=PAGE, chunk_tokens=64, **settings))
+    engine = Engine(loaded, EngineConfig(page_size=PAGE, chunk_tokens=64, **settings), wrap_backend=wrap)
     out = []
     for one in rounds:
         requests = [engine.submit(ids, SamplingParams(max_new_tokens=new_tokens)) for ids in one]
@@ -56,3 +66,27 @@ def test_a_suspended_request_goes_on_where_it_stood(stories: LoadedModel, suspen
     assert expected == got
     assert suspended.by["d2h", "suspend"].copies > 0
     assert suspended.by["h2d", "resume"].copies > 0
+
+
+def failing(cause: Cause, fails: Callable[[int], bool], made: list[FailingBackend]) -> WrapBackend:
+    """Wraps an engine's backend so that chosen copies fail; `made` gets the wrapper."""
+
+    def wrap(inner: Backend, gpu: PageMemory, host: PageMemory) -> Backend:
+        made.append(FailingBackend(inner, gpu, host, cause, fails))
+        return made[0]
+
+    return wrap
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_pages_that_fail_to_arrive_are_computed(stories: LoadedModel, together: int):
+    """A load that fails costs time and changes no token, for the one who inherits it and for those who joined it."""
+    asked = prompts(3, 160)
+    turns = [asked[:1]] + [[ids] for ids in prompts(9, 160)[3:]] + [[ids[:150] for ids in asked[:1] * together]]
+    _, expected = answers(stories, turns, 8, pool_pages=128)
+    made: list[FailingBackend] = []
+    wrap = failing("promote", lambda number: True, made)
+    engine, got = answers(stories, turns, 8, pool_pages=24 if together > 1 else 14, host_pages=128, wrap=wrap)
+    engine.close()
+    assert expected == got
+    assert made[0].failed > 0

@@ -9,6 +9,7 @@ LEASE = "kvkeep/lease.py"
 STORING = "kvkeep/storing.py"
 ROOM = "kvkeep/room.py"
 COUNTING = "kvkeep/counting.py"
+ADMISSION = "kvkeep/admission.py"
 CACHE = "kvkeep/cache.py"
 
 CASES = "tests/core/test_cache_cases.py::"
@@ -33,14 +34,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "cache-match-is-not-pinned",
-        CACHE,
+        ADMISSION,
         "self._ledger.retain(pages, number)",
         "pass",
         (CASES + "test_matched_pages_are_pinned_before_room_is_made",),
     ),
     Bug(
         "cache-refusal-leaves-pins",
-        CACHE,
+        ADMISSION,
         "self._ledger.release(pages, number)",
         "pass",
         (
@@ -141,7 +142,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("cache-tail-is-not-offered", CACHE, "self._tree.offer(page)", "pass", (NAIVE_CACHE,)),
     Bug(
         "cache-match-ends-inside-an-item",
-        CACHE,
+        ADMISSION,
         "if whole < on_gpu:",
         "if whole < 0:",
         (ROWS + "test_a_match_does_not_end_inside_an_item_that_looks_ahead",),

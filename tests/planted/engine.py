@@ -111,6 +111,27 @@ BUGS: tuple[Bug, ...] = (
         caught_by=(f"{ENGINE}::test_refused_requests",),
     ),
     Bug(
+        id="a-failed-load-is-taken-to-have-arrived",
+        file="kvkeep/engine/request.py",
+        old="        self.gated = lease.read_in_progress",
+        new="        self.gated = False",
+        caught_by=("tests/engine/test_tiers.py::test_pages_that_fail_to_arrive_are_computed",),
+    ),
+    Bug(
+        id="a-shortened-lease-keeps-its-holes",
+        file="kvkeep/lease.py",
+        old="        self.holes = []  # they are behind it",
+        new="        pass",
+        caught_by=("tests/sim/test_faults.py::test_holes_behind_a_load_that_failed_are_holes_no_more",),
+    ),
+    Bug(
+        id="suspension-is-always-exclusive",
+        file=ENGINE_FILE,
+        old='complete=self.config.suspend == "complete")',
+        new="complete=False)",
+        caught_by=("tests/cli/test_verify.py::test_the_gate_passes_on_the_real_thing[strict]",),
+    ),
+    Bug(
         id="opting-out-of-reuse-is-ignored",
         file=ENGINE_FILE,
         old="            reuse=reuse and self.config.reuse,",

@@ -7,6 +7,7 @@ from tests.planted.bug import Bug
 
 TRAFFIC = "kvkeep/traffic.py"
 ROOM = "kvkeep/room.py"
+ADMISSION = "kvkeep/admission.py"
 CACHE = "kvkeep/cache.py"
 RUNS = "kvkeep/index/runs.py"
 ALL_COPIES = "kvkeep/copies.py"
@@ -75,6 +76,34 @@ BUGS: tuple[Bug, ...] = (
         (LIFE + "test_row_34_a_hundred_aborts_leak_nothing",),
     ),
     Bug(
+        "cleaning-stops-for-a-copy-that-never-ends",
+        "kvkeep/transfer/manager.py",
+        "all(job.overdue for job in self._in_flight)",
+        "not self._in_flight",
+        (FAULTS + "test_cleaning_goes_on_beside_a_copy_that_never_ends",),
+    ),
+    Bug(
+        "gate-opens-without-an-order",
+        ALL_COPIES,
+        "if self.manager.order_after(copy.job, stream):",
+        "if copy.job:",
+        (COPIES + "test_row_19_a_stream_may_go_on_behind_the_copies_out_of_its_pages", SEEDS),
+    ),
+    Bug(
+        "gate-lets-streams-pass-loads",
+        ALL_COPIES,
+        'for copy in [copy for copy in lease.copies if copy.cause == "demote"]:',
+        "for copy in list(lease.copies):",
+        (COPIES + "test_row_19_a_stream_does_not_go_on_before_loads",),
+    ),
+    Bug(
+        "gate-frees-what-its-copy-reads",
+        ALL_COPIES,
+        "self.let_go(copy)\n\n    def let_go",
+        "self._gpu.release(copy.gpu, copy)\n\n    def let_go",
+        (COPIES + "test_row_19_a_stream_may_go_on_behind_the_copies_out_of_its_pages",),
+    ),
+    Bug(
         "traffic-abort-forgets-its-copies",
         ALL_COPIES,
         "copies, lease.copies = lease.copies, set()",
@@ -83,7 +112,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-demotion-that-nobody-waits-for",
-        CACHE,
+        ADMISSION,
         "self._traffic.copies.wait(lease, copy)",
         "pass",
         (COPIES + "test_row_19_a_page_promised_to_a_request_is_written_only_when_it_has_been_copied_out",),
@@ -112,14 +141,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-read-before-it-landed-above",
-        CACHE,
+        ADMISSION,
         "self._traffic.join(pages[:matched], lease)",
         "self._traffic.join(pages[:on_gpu], lease)",
         (COPIES + "test_a_page_is_read_only_when_it_has_landed",),
     ),
     Bug(
         "traffic-who-joins-a-load-does-not-wait",
-        CACHE,
+        ADMISSION,
         "self._traffic.join(pages[:matched], lease)",
         "self._traffic.join(pages[on_gpu:matched], lease)",
         (COPIES + "test_one_load_serves_everybody", COPIES + "test_a_page_is_read_only_when_it_has_landed"),
@@ -225,7 +254,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-late-targets-miscounted",
-        CACHE,
+        ADMISSION,
         "late = max(0, len(below) + drains.count - (reserve - on_gpu))",
         "late = max(0, len(below) - (reserve - on_gpu))",
         (BOTH_WAYS + "test_a_load_into_pages_on_their_way_down_starts_when_they_are",),

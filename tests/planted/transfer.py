@@ -7,7 +7,6 @@ from tests.planted.bug import Bug
 
 MANAGER = "kvkeep/transfer/manager.py"
 PLAN = "kvkeep/transfer/plan.py"
-GATE = "kvkeep/transfer/gate.py"
 PIECES = "kvkeep/transfer/pieces.py"
 HOST = "kvkeep/transfer/host.py"
 SIMULATED = "kvkeep/transfer/simulated.py"
@@ -119,13 +118,6 @@ BUGS: tuple[Bug, ...] = (
         (MANAGER_TESTS + "test_job_reported_twice_is_a_bug",),
     ),
     Bug(
-        "manager-opens-the-gate-of-a-failed-load",
-        MANAGER,
-        'job.gating = not ok and job.plan.direction == "h2d"',
-        "job.gating = False",
-        (MANAGER_TESTS + "test_failure_is_a_completion", NAIVE),
-    ),
-    Bug(
         "manager-forgets-queued-jobs-at-a-death",
         MANAGER,
         "return done + self._end_queued(error)",
@@ -176,13 +168,6 @@ BUGS: tuple[Bug, ...] = (
         (MANAGER_TESTS + "test_overdue_copy_is_said_once_and_stays_owned", NAIVE),
     ),
     Bug(
-        "deadline-opens-the-gate",
-        MANAGER,
-        "                job.overdue = True\n",
-        "                job.overdue, job.gating = True, False\n",
-        (NAIVE,),
-    ),
-    Bug(
         "deadline-is-said-at-every-poll",
         MANAGER,
         "                job.overdue = True\n",
@@ -193,7 +178,7 @@ BUGS: tuple[Bug, ...] = (
         "deadline-forgets-queued-jobs",
         MANAGER,
         "if self._unqueue(job):\n                    done.append",
-        "if job.gating and job in self._loads and not self._loads:\n                    done.append",
+        "if job in self._loads and not self._loads:\n                    done.append",
         (MANAGER_TESTS + "test_queued_job_ends_at_its_deadline", NAIVE),
     ),
     Bug(
@@ -268,7 +253,7 @@ BUGS: tuple[Bug, ...] = (
         '= {"d2h": deque(), "h2d": deque()}',
         (HOST_TESTS + "test_loads_overtake_stores_that_no_thread_has_begun",),
     ),
-    # ------------------------------------------------------------------ plans, pieces, gates
+    # ------------------------------------------------------------------ plans, pieces
     Bug(
         "plan-aliases-the-callers-array",
         PLAN,
@@ -310,20 +295,6 @@ BUGS: tuple[Bug, ...] = (
         "split = not self.layers[0].is_contiguous()",
         "split = False",
         (CONFORMANCE + "test_load_moves_its_pages_and_no_others",),
-    ),
-    Bug(
-        "gate-opens-with-its-first-job",
-        GATE,
-        "return not any(job.gating for job in self._jobs)",
-        "return not self._jobs or not all(job.gating for job in self._jobs)",
-        (PLAN_TESTS + "test_gate_opens_with_its_last_job",),
-    ),
-    Bug(
-        "gate-lets-streams-pass-loads",
-        GATE,
-        'job.plan.direction == "d2h" and self._backend',
-        "self._backend",
-        (PLAN_TESTS + "test_streams_wait_for_stores_and_the_host_for_loads",),
     ),
     # ------------------------------------------------------------------ backends
     Bug(

@@ -14,8 +14,8 @@ from tests.sim.world import SALTS, WEIGHTS, Operation, Setup, World
 #: How often each operation is chosen, before a seed's habits.
 WEIGHT = {
     "admit": 30, "compute": 24, "extend": 6, "truncate": 2, "finish": 20, "abort": 2, "suspend": 2, "resume": 4,
-    "discard": 0.3, "poll": 8, "step": 90, "written": 40, "stick": 0.6, "free": 2, "fail": 0.6, "late": 0.6,
-    "reset": 0.15, "set_fingerprint": 0.1, "prefilled": 0.1, "die": 0.02, "close": 0.02,
+    "discard": 0.3, "poll": 8, "step": 90, "written": 40, "follow": 4, "stick": 0.6, "free": 2, "fail": 0.6,
+    "late": 0.6, "reset": 0.15, "set_fingerprint": 0.1, "prefilled": 0.1, "die": 0.02, "close": 0.02,
 }  # fmt: skip
 HABITS = (0.25, 1.0, 1.0, 3.0)
 
@@ -67,6 +67,7 @@ class Chooser:
             "discard": lambda: self._on("discard", self._parked()),
             "finish": self._finish,
             "abort": lambda: self._on("abort", self._live()),
+            "follow": self._follow,
             "close": lambda: ("close", self._random.random() < 0.5),
             "late": lambda: ("late", self._random.choice((3, 20, world.setup.deadline_steps))),
             "written": lambda: ("written",) if world.device.writing else None,
@@ -163,6 +164,10 @@ class Chooser:
         live = self._live()
         done = [request for request in live if request.readable and len(request.tokens) - len(request.kvs) < 2]
         return self._on("finish", done if done or self._random.random() < 0.7 else live)
+
+    def _follow(self) -> Operation | None:
+        waiting = [request for request in self._live() if request.lease is not None and request.lease.read_in_progress]
+        return self._on("follow", waiting) if self._world.setup.asynchronous else None
 
     def _copy(self, name: str) -> Operation | None:
         backend = self._world.backend

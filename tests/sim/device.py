@@ -14,7 +14,7 @@ import numpy as np
 
 from kvkeep.tiers.layout import PageLayout
 from kvkeep.tiers.memory import POISON_BYTE, Plane
-from kvkeep.transfer.backend import NO_WAIT, After
+from kvkeep.transfer.backend import NO_WAIT, After, Job
 from kvkeep.transfer.simulated import PendingWrite, SimulatedBackend
 
 PAGE_SIZE = 2
@@ -62,6 +62,7 @@ class Device:
         self._numbers = memoryview(self._bytes).cast("I")
         self.rows = np.frombuffer(self._bytes, dtype=np.uint8).reshape(pages, NBYTES)
         self._stream: deque[tuple[PendingWrite | None, list[Cell | Copied]]] = deque()
+        self._behind: set[Job] = set()  # what later writes in the stream come after
 
     # ------------------------------------------------------------------ the engine's side
 
@@ -71,14 +72,22 @@ class Device:
             self._launch({cell.page for cell in cells}, list(cells))
 
     def finish_one(self) -> bool:
-        """The oldest write in the stream is over; False when there is none."""
+        """The oldest write in the stream is over; False when there is none, or a copy that it comes after runs."""
         if not self._stream:
             return False
-        write, effects = self._stream.popleft()
+        write, effects = self._stream[0]
+        if write is not None and self.backend is not None and not write.behind.isdisjoint(self.backend.jobs):
+            return False
+        self._stream.popleft()
         self._apply(effects)
         if write is not None:
             write.finish()
         return True
+
+    def follow(self, job: Job) -> None:
+        """A `Stream` of the backend's."""
+        assert self.asynchronous and self.backend is not None
+        self._behind = {job, *self._behind.intersection(self.backend.jobs)}
 
     @property
     def writing(self) -> int:
@@ -112,7 +121,7 @@ class Device:
     # ------------------------------------------------------------------ inside
 
     def _launch(self, targets: Iterable[int], effects: list[Cell | Copied]) -> None:
-        write = self.backend.writing(sorted(targets)) if self.backend is not None else None
+        write = self.backend.writing(sorted(targets), self._behind) if self.backend is not None else None
         for effect in effects:
             self.busy.update(_touched(effect))
         self._stream.append((write, effects))

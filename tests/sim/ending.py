@@ -42,6 +42,7 @@ def _waits_end(world: World) -> None:
         if not any(lease.read_in_progress for lease in world.leases()):
             return
         world.backend.step()
+        world.do(("written",))
         world.do(("poll",))
         if not world.backend.movable:
             world.do(("late", world.setup.deadline_steps))
@@ -56,6 +57,7 @@ def _copies_end(world: World) -> None:
         for job in world.backend.jobs:
             world.backend.free(job)
         world.backend.step()
+        world.do(("written",))
         world.do(("poll",))
         if not world.manager.busy:
             return

@@ -63,6 +63,21 @@ def test_a_load_that_never_ends_releases_who_waits_and_keeps_its_pages() -> None
     assert (1, 6) == (rig.transfers.stats().late, rig.free + rig.cache.stats().pages_cached)
 
 
+def test_cleaning_goes_on_beside_a_copy_that_never_ends() -> None:
+    """Once a stuck copy is overdue the link counts as idle: other pages are copied down ahead of need."""
+    rig = Rig(pages=4, deadline_steps=8)
+    rig.serve([1, 1, 9])
+    rig.poll()
+    (stuck,) = rig.jobs("clean")
+    rig.backend.stick(stuck)
+    rig.serve_alone([2, 2, 9])
+    rig.poll()
+    assert [stuck] == rig.jobs()
+    rig.world.do(("late", 8))
+    rig.poll()
+    assert 2 == len(rig.jobs("clean")) and stuck in rig.jobs()
+
+
 def test_a_store_that_never_ends_releases_who_waits_and_keeps_its_pages() -> None:
     """The request that was promised the pages ends and comes again; both ends of the copy stay the copy's."""
     rig = Rig(pages=4, deadline_steps=10)
@@ -99,6 +114,26 @@ def test_a_suspension_that_never_ends_loses_the_pages_not_the_request() -> None:
     rig.finish(rig.jobs("suspend")[0])
     rig.poll()
     assert 4 == rig.traffic.parking.ledger.free
+
+
+def test_holes_behind_a_load_that_failed_are_holes_no_more() -> None:
+    """A resumed lease that inherits what it did not get begins there; what it lacked further on is computed anyway."""
+    rig = Rig(pages=8, suspend_pages=4)
+    request = rig.admitted([*A, 9])
+    rig.compute(request)
+    rig.do("suspend", request, False)
+    (store,) = rig.jobs("suspend")
+    rig.backend.fail(store)
+    rig.finish(store)
+    rig.push_out()
+    rig.do("resume", request)
+    lease = rig.lease(request)
+    assert ([(6, 7)], 7) == (lease.holes, lease.kv_len)
+    (load,) = rig.jobs("promote")
+    rig.backend.fail(load)
+    rig.finish(load)
+    rig.poll()
+    assert ([], 0) == (lease.holes, lease.kv_len)
 
 
 def test_a_backend_that_dies_takes_its_tier_with_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -71,6 +71,48 @@ def test_row_19_a_page_promised_to_a_request_is_written_only_when_it_has_been_co
     assert 6 == rig.serve([*A, 9])
 
 
+def test_row_19_a_stream_may_go_on_behind_the_copies_out_of_its_pages() -> None:
+    """Once the engine's stream comes after a store, forwards are launched at once and write when it has read."""
+    rig = Rig(pages=4, asynchronous=True)
+    first = rig.admitted([*A, 9])
+    rig.compute(first)
+    rig.do("finish", first)
+    rig.world.do(("written",))
+    request = rig.admitted([7] * 8)
+    (store,) = rig.jobs("demote")
+    assert not rig.lease(request).gate.open
+    rig.do("follow", request)
+    assert rig.lease(request).gate.open and not rig.lease(request).read_in_progress
+    assert [State.OPEN] * 4 == [state(rig, page) for page in rig.lease(request).pages]
+    assert 1 == rig.cache.stats().room_wait.count
+    rig.compute(request)
+    assert [State.READY] * 4 == [state(rig, page) for page in rig.lease(request).pages]
+    assert not rig.world.device.finish_one(), "the write comes after the store"
+    rig.do("abort", request)
+    assert 0 == rig.free, "the store still reads them, and the index has the rest"
+    rig.finish(store)
+    assert rig.world.device.finish_one()
+    rig.settle()
+    assert 3 == rig.matched([*A, 9]) // 2
+
+
+def test_row_19_a_stream_does_not_go_on_before_loads() -> None:
+    """Loads, and stores that have not started, keep the gate closed whatever the stream."""
+    rig = Rig(pages=4, asynchronous=True, in_flight_pages=3)
+    first = rig.admitted([*A, 9])
+    rig.compute(first)
+    rig.do("finish", first)
+    rig.world.do(("written",))
+    rig.push_out()
+    loading = rig.admitted([*A, 9])
+    (load,) = rig.jobs("promote")
+    rig.do("follow", loading)
+    assert rig.lease(loading).read_in_progress
+    rig.finish(load)
+    rig.poll()
+    assert rig.lease(loading).gate.open
+
+
 def test_row_19_the_stream_may_not_write_what_a_copy_reads() -> None:
     """A forward over a lease whose gate is closed is seen by the backend, which stops the program."""
     rig = Rig(pages=4, when="split")

@@ -249,6 +249,16 @@ class World:
         del self.requests[request.handle]
         self.ended.append((request.salt, request.tokens, request.items))
 
+    def follow(self, handle: int) -> None:
+        """The stream of the engine comes after the copies out of the request's pages."""
+        request = self.requests.get(handle)
+        if request is None or request.lease is None or not self.setup.asynchronous:
+            return
+        before = request.lease.read_in_progress
+        opened = request.lease.gate.wait_on(self.device)
+        assert opened is not request.lease.read_in_progress
+        self.seen["went on behind copies"] += before and opened
+
     # ------------------------------------------------------------------ preemption
 
     def suspend(self, handle: int, complete: bool) -> None:
@@ -320,10 +330,10 @@ class World:
     def close(self, drain: bool) -> None:
         """No copy is made any more: those there are end first, or are cut short."""
         if self.backend is not None and drain:
-            while self.device.finish_one():
-                pass
             for job in self.backend.jobs:
                 self.backend.free(job)
+            while self.device.writing:
+                self.device.finish_one() or self.backend.step()
         self.cache.close(drain=drain, timeout_s=60.0)
         self.seen["closed"] += 1
 

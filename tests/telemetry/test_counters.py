@@ -26,7 +26,7 @@ def snapshot(tiers: TwoTiers) -> CacheSnapshot:
 
 def tell_time(tiers: TwoTiers) -> None:
     """The cache's waits are told by steps of the copies, not by the clock on the wall."""
-    tiers.cache._counting = Counting(tiers.backend.clock)
+    tiers.cache._counting = tiers.cache._admission._counting = Counting(tiers.backend.clock)
 
 
 def in_host_memory_only(tokens: list[int], pages: int = 8) -> TwoTiers:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvkeep.tiers.pinning import PinFailed
-from kvkeep.transfer.cuda_api import CudaFault
+from kvkeep.transfer.cuda_api import CudaFault, Int64s
 from tests.transfer.twin import kernel_twin
 
 Work = Callable[[], bool]
@@ -134,8 +134,9 @@ class EmulatedDevice:
         self._check(self.fails)
         stream.work.append(lambda: bool(ctypes.memmove(target, source, nbytes)) or True)
 
-    def copy_batch(self, targets: list[int], sources: list[int], sizes: list[int], stream: EmulatedStream) -> None:
-        parts = list(zip(targets, sources, sizes, strict=True))
+    def copy_batch(self, targets: Int64s, sources: Int64s, sizes: Int64s, stream: EmulatedStream) -> None:
+        assert all(one.flags.c_contiguous and one.dtype == "int64" for one in (targets, sources, sizes))
+        parts = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         self._random.shuffle(parts)  # no order is promised among them
         for part in parts:
             self.copy(*part, stream)

@@ -11,8 +11,8 @@ from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.memory import PageMemory
 from kvkeep.transfer.backend import NO_WAIT, After, BackendDied, Job, JobNumber
 from kvkeep.transfer.cuda import CudaBackend
-from kvkeep.transfer.cuda_api import CudaFault
-from kvkeep.transfer.cuda_ways import Descriptors, Way
+from kvkeep.transfer.cuda_api import CudaFault, Int64s
+from kvkeep.transfer.cuda_ways import CALIBRATION_ROUNDS, Descriptors, Way
 from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import Plan
 from tests.transfer.emulated import ComputeEvent, EmulatedDevice, EmulatedEvent, EmulatedStream
@@ -148,7 +148,7 @@ class Counting(EmulatedDevice):
         self.moves_itself = True
         self._batch = batch
 
-    def copy_batch(self, targets: list[int], sources: list[int], sizes: list[int], stream: EmulatedStream) -> None:
+    def copy_batch(self, targets: Int64s, sources: Int64s, sizes: Int64s, stream: EmulatedStream) -> None:
         if not self._batch:
             raise CudaFault("the driver is too old")
         work: list[Callable[[], bool]] = []
@@ -191,6 +191,27 @@ def test_calibration_takes_the_fastest_way(
     job = bench.launch(plan("promote", [1, 2], [3, 4]))
     assert [None] == bench.settle()
     assert job.plan.sources[0] == 1 and bench.host_bytes[1:3] == [bench.device.page_bytes(p) for p in (3, 4)]
+
+
+@pytest.mark.parametrize("pieces_max", [24, 4])
+def test_calibration_of_tiny_pieces_is_short(pieces_max: int, monkeypatch: pytest.MonkeyPatch):
+    """Pages of a few bytes do not make it copy a million pieces one by one; a page is never cut."""
+    monkeypatch.setattr("kvkeep.transfer.cuda_ways.CALIBRATION_PIECES_MAX", pieces_max)
+
+    class Counted(EmulatedDevice):
+        asked = 0
+
+        def copy(self, target: int, source: int, nbytes: int, stream: EmulatedStream) -> None:
+            self.asked += 1
+            super().copy(target, source, nbytes, stream)
+
+    api = Counted()
+    api.moves_itself = True
+    bench = Bench(None, "layer-major-split", api)
+    pieces = 2 * LAYOUT.layers
+    most = max(pieces, pieces_max) * 2 * 2 * CALIBRATION_ROUNDS  # each way but the kernel, both directions
+    assert 0 < api.asked <= most
+    assert {"h2d", "d2h"} == set(bench.backend._ways)
 
 
 def test_failure_half_way_is_over_when_the_rest_is():
@@ -287,19 +308,16 @@ def test_device_that_dies_while_draining_ends_every_job():
     assert "the device is lost" == manager.dead
 
 
-def test_gate_orders_the_engines_stream():
+def test_engines_stream_comes_after_a_store_that_runs():
     """A page handed over while its store still runs may be written at once by a stream that waits for the store."""
     bench = Bench()
     manager = TransferManager(bench.backend, bytes_in_flight_max=10**6, queue_pages_max=99, deadline_s=60.0)
     store = manager.submit(plan("demote", [3], [4]), after=ComputeEvent(bench.api, done=True))
     assert store is not None
-    gate = manager.gate([store])
     compute = bench.api.new_stream()
-    gate.wait_on(compute)
-    assert [store] == gate.jobs, "it has not been launched"
+    assert not manager.order_after(store, compute), "it has not been launched"
     manager.start()
-    gate.wait_on(compute)
-    assert gate.open and store.gating
+    assert manager.order_after(store, compute)
 
     def overwrite() -> bool:
         bench.device.poison([3])
@@ -310,3 +328,4 @@ def test_gate_orders_the_engines_stream():
         bench.api.tick()
     assert [True] == [one.ok for one in manager.poll()]
     assert bench.device_bytes[3] == bench.host.page_bytes(4) != bench.device.page_bytes(3)
+    assert not manager.order_after(store, compute), "it is over"

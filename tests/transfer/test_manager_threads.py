@@ -76,6 +76,4 @@ def test_host_copies_land_while_the_caller_goes_on():
     while device.page_bytes(PAGES - 1) != expected[-1] and time.monotonic() < until:
         time.sleep(0.001)
     assert expected == [device.page_bytes(page) for page in range(PAGES)]
-    assert job.gating
-    manager.close(drain=True, timeout_s=10.0)
-    assert not job.gating
+    assert [job] == [done.job for done in manager.close(drain=True, timeout_s=10.0)]

@@ -6,12 +6,9 @@ import pytest
 
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.layout import PageLayout
-from kvkeep.transfer.backend import NO_WAIT, Job, JobNumber
-from kvkeep.transfer.gate import Gate
 from kvkeep.transfer.pieces import pieces
 from kvkeep.transfer.plan import DIRECTION_OF, Cause, Direction, Plan
-from kvkeep.transfer.simulated import SimulatedBackend
-from tests.transfer.pools import host_memory, plan
+from tests.transfer.pools import host_memory
 
 
 def test_plan_keeps_its_own_page_ids():
@@ -45,54 +42,6 @@ def test_plan_of_the_wrong_direction_is_a_bug(cause: Cause):
     one, generation = array("i", [0]), array("q", [0])
     with pytest.raises(InvariantViolation, match=cause):
         Plan(wrong, cause, one, one, generation, generation)
-
-
-class Streams(SimulatedBackend):
-    """A backend that can order a stream behind launched jobs."""
-
-    def __init__(self) -> None:
-        super().__init__(page_nbytes=1)
-        self.ordered: list[tuple[Job, object]] = []
-
-    def order_after(self, job: Job, stream: object) -> bool:
-        self.ordered.append((job, stream))
-        return job in self.jobs
-
-
-def job(number: int, cause: Cause) -> Job:
-    return Job(JobNumber(number), plan(cause, [number], [number]), NO_WAIT, 1, 0.0)
-
-
-def test_gate_opens_with_its_last_job():
-    """A gate is open when none of its jobs may still touch the lease's pages."""
-    load, store = job(0, "promote"), job(1, "demote")
-    gate = Gate([load, store], SimulatedBackend(page_nbytes=1))
-    load.gating = False
-    assert (False, [store]) == (gate.open, gate.jobs)
-    store.gating = False
-    assert (True, []) == (gate.open, gate.jobs)
-    assert Gate([], SimulatedBackend(page_nbytes=1)).open
-
-
-def test_streams_wait_for_stores_and_the_host_for_loads():
-    """Once a stream is ordered behind a launched store, only loads and stores not launched keep the gate closed."""
-    backend = Streams()
-    load, launched, queued = job(0, "promote"), job(1, "demote"), job(2, "demote")
-    backend.launch(load)
-    backend.launch(launched)
-    gate = Gate([load, launched, queued], backend)
-    gate.wait_on("compute")
-    assert [load, queued] == gate.jobs
-    assert [(launched, "compute"), (queued, "compute")] == backend.ordered
-
-
-def test_gate_forgets_a_dropped_job():
-    """A load that failed keeps the gate closed until somebody says that its pages are computed instead."""
-    failed = job(0, "promote")
-    gate = Gate([failed], SimulatedBackend(page_nbytes=1))
-    assert not gate.open
-    gate.drop(failed)
-    assert gate.open
 
 
 def test_pools_of_different_pages_are_refused():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvkeep.engine.demo.measure import Bench, Turn
     from kvkeep.engine.demo.table import Display
+    from kvkeep.stats import Histogram
 
 
 WHAT_RUNS = {
@@ -35,6 +36,7 @@ class DemoOptions:
     sessions, turns: sessions in rotation (session 1 turn 1, session 2 turn 1, ..., session 1 turn 2, ...).
     pool_pages: pages of `page_size` positions in the pool of the run that keeps them.
     host_pages: pages of its tier in host memory; 0 is none.
+    private: sessions share nothing, as those of different tenants; otherwise they share the pages of the system prompt.
     max_new_tokens: tokens the model writes in a turn at most.
     seed: seeds the order of the engines in a turn and the ids of the no-reuse measure.
     """
@@ -43,6 +45,7 @@ class DemoOptions:
     turns: int = 5
     pool_pages: int = 64
     host_pages: int = 0
+    private: bool = False
     page_size: int = 128
     max_new_tokens: int = 24
     device: str = "cpu"
@@ -56,7 +59,8 @@ class Measured:
 
     turns: "list[Turn]" = field(default_factory=list)
     no_reuse: list[float] = field(default_factory=list)
-    stalls: int | None = None  # None without a tier in host memory
+    room_wait: "Histogram | None" = None  # None without a tier in host memory
+    pool_share: float | None = None
     interrupted: bool = False
 
 
@@ -103,7 +107,13 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
         )
     if script.cut:
         console.print(f"the texts are cut to fit the {loaded.positions_max} positions of {loaded.name}")
-    title = f"{loaded.name} on {options.device}: ms to the first token with kept pages and without"
+    working_set = _working_set_pages(script, options)
+    measured.pool_share = options.pool_pages / working_set
+    title = (
+        f"{loaded.name} on {options.device}: ms to the first token with kept pages and without; a pool of "
+        f"{options.pool_pages} pages, {measured.pool_share:.0%} of the {working_set} that the sessions grow to, and "
+        f"{options.host_pages or 'none'} in host memory"
+    )
     with Display(title, console) as display:
         rng = random.Random(options.seed)
         display.now("warming up")
@@ -112,7 +122,7 @@ def _run(options: DemoOptions, console: "Console", measured: Measured) -> None:
             for conversation in script.conversations:
                 turn = _turn(options, bench, display, conversation, number, len(measured.turns))
                 measured.turns.append(turn)
-                measured.stalls = bench.stalls if options.host_pages else None
+                measured.room_wait = bench.room_wait if options.host_pages else None
                 display.add(turn)
         display.now(f"a request with nothing to reuse, with and without the cache, {NO_REUSE_PAIRS} pairs")
         for ratio in bench.no_reuse_ratios(rng, NO_REUSE_PAIRS):
@@ -137,6 +147,12 @@ def _check_pool(options: DemoOptions, tokens_max: int, page_nbytes: int) -> None
         )
 
 
+def _working_set_pages(script: Script, options: DemoOptions) -> int:
+    """Pages that would keep all sessions as long as they can grow."""
+    shared = 0 if options.private else script.shared_tokens // options.page_size
+    return shared + sum(-(-tokens // options.page_size) - shared for tokens in script.tokens_of)
+
+
 def _turn(
     options: DemoOptions,
     bench: "Bench",
@@ -152,7 +168,13 @@ def _turn(
     answers = {}
     for name in bench.names[first:] + bench.names[:first]:
         display.now(f"{conversation.session}, turn {number}: {WHAT_RUNS[name]}")
-        answers[name] = bench.ask(name, prompt, options.max_new_tokens, conversation.chat.stop_ids)
+        answers[name] = bench.ask(
+            name,
+            prompt,
+            options.max_new_tokens,
+            conversation.chat.stop_ids,
+            salt=conversation.session.encode() if options.private else b"",
+        )
     kept, exact, fastest, ample = answers["kept"], answers["exact"], answers["fastest"], answers.get("ample")
     conversation.answered(kept.output_ids)
     return Turn(
@@ -166,6 +188,7 @@ def _turn(
         ttft_exact_ms=exact.ttft_ns / 1e6,
         ttft_fastest_ms=fastest.ttft_ns / 1e6,
         host_tokens=kept.host_tokens,
+        matched_ample_tokens=None if ample is None else ample.matched_tokens,
         ttft_ample_ms=None if ample is None else ample.ttft_ns / 1e6,
     )
 
@@ -174,8 +197,10 @@ def _report(measured: Measured, wall_s: float) -> Report:
     from kvkeep.engine.demo.measure import host_metrics_of, metrics_of
 
     metrics = metrics_of(measured.turns, measured.no_reuse) | {"wall_s": Metric(wall_s, "s")}
-    if measured.stalls is not None:
-        metrics |= host_metrics_of(measured.turns, measured.stalls)
+    if measured.pool_share is not None:
+        metrics["pool_share"] = Metric(measured.pool_share, "share")
+    if measured.room_wait is not None:
+        metrics |= host_metrics_of(measured.turns, measured.room_wait)
     if measured.interrupted:
         metrics[INTERRUPTED] = Metric(1, "bool")
     ok = metrics["outputs_identical"].value == 1 and not measured.interrupted
@@ -203,7 +228,8 @@ def _summary(report: Report, measured: Measured) -> list[str]:
         lines.append(
             f"hits in host memory, from 1,500 prompt tokens up: {value['ttft_ratio_cpu_hit']:.1f} x lower, "
             f"{value['ttft_cpu_over_gpu_hit']:.2f} x a hit on the GPU "
-            f"({report.metrics['ttft_ratio_cpu_hit'].samples} turns); {value['stalls']} requests waited for room"
+            f"({report.metrics['ttft_ratio_cpu_hit'].samples} turns); {value['stalls']} requests waited for room, "
+            f"{value['stall_s']:.3f} s in all"
         )
     if measured.no_reuse:
         lines.append(

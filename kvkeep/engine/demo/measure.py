@@ -22,6 +22,7 @@ from kvkeep.engine.asking import Answer, ask, pages_of, random_ids
 from kvkeep.engine.engine import Engine, EngineConfig
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.report import JsonValue, Metric
+from kvkeep.stats import Histogram
 
 LONG_PROMPT_TOKENS = 1_500
 WARM_UP_PAGES = 2
@@ -37,7 +38,8 @@ EngineName = Literal["kept", "exact", "fastest", "ample"]
 class Turn:
     """One turn of one session, measured on all engines. Times are milliseconds to the first token.
 
-    host_tokens: of the matched ones, those that came from host memory.   ttft_ample_ms: None without a tier there.
+    host_tokens: of the matched ones, those that came from host memory.
+    ttft_ample_ms, matched_ample_tokens: of the same prompt in a pool that nothing leaves; None without a tier below.
     """
 
     session: str
@@ -51,6 +53,7 @@ class Turn:
     ttft_fastest_ms: float
     host_tokens: int = 0
     ttft_ample_ms: float | None = None
+    matched_ample_tokens: int | None = None
 
     @property
     def is_long_and_from_host(self) -> bool:
@@ -87,6 +90,7 @@ class Turn:
             "ttft_without_same_arithmetic_ms": self.ttft_exact_ms,
             "ttft_without_fastest_ms": self.ttft_fastest_ms,
             "ttft_gpu_hit_ms": self.ttft_ample_ms,
+            "matched_gpu_hit_tokens": self.matched_ample_tokens,
             "ttft_ratio": self.ratio,
         }
 
@@ -134,18 +138,20 @@ class Bench:
             ask(engine, ids, max_new_tokens=2, store=False)
 
     @property
-    def stalls(self) -> int:
-        """How often a request of the engine that keeps pages waited for room."""
-        return self._engines["kept"].cache.stats().room_wait.count
+    def room_wait(self) -> Histogram:
+        """How often, and how long, a request of the engine that keeps pages waited for room."""
+        return self._engines["kept"].cache.stats().room_wait
 
     def close(self) -> None:
         """Ends copies."""
         for engine in self._engines.values():
             engine.close()
 
-    def ask(self, name: EngineName, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]) -> Answer:
+    def ask(
+        self, name: EngineName, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int], salt: bytes = b""
+    ) -> Answer:
         """The answer of one engine. The fastest is asked for its first token only."""
-        return ask(self._engines[name], prompt, 1 if name == "fastest" else max_new_tokens, stop_ids)
+        return ask(self._engines[name], prompt, 1 if name == "fastest" else max_new_tokens, stop_ids, salt=salt)
 
     def no_reuse_ratios(self, rng: random.Random, pairs: int) -> Iterator[float]:
         """Cache on over cache off, same arithmetic: requests that find nothing to reuse, a ratio a pair.
@@ -169,17 +175,23 @@ class Bench:
             yield total_ns[0] / total_ns[1]
 
 
-def host_metrics_of(turns: Sequence[Turn], stalls: int) -> dict[str, Metric]:
-    """What hits in host memory cost: against computing, and against the same hits on the GPU."""
+def host_metrics_of(turns: Sequence[Turn], room_wait: Histogram) -> dict[str, Metric]:
+    """What hits in host memory cost: against computing, and against the same prompts where all pages are on the GPU.
+
+    cpu_hit_missed_tokens: what the latter found and the former did not, and had to compute.
+    """
     long = [turn for turn in turns if turn.is_long_and_from_host]
     over_gpu = [turn.ttft_kept_ms / turn.ttft_ample_ms for turn in long if turn.ttft_ample_ms is not None]
     host_tokens = sum(turn.host_tokens for turn in turns)
     prompt_tokens = sum(turn.prompt_tokens for turn in turns)
+    missed = sum((turn.matched_ample_tokens or 0) - turn.matched_tokens for turn in turns)
     return {
         "ttft_ratio_cpu_hit": _median([turn.ratio for turn in long], "ratio"),
         "ttft_cpu_over_gpu_hit": _median(over_gpu, "ratio"),
         "matched_host_share": Metric(host_tokens / prompt_tokens if prompt_tokens else None, "share"),
-        "stalls": Metric(stalls, "requests"),
+        "cpu_hit_missed_tokens": Metric(missed, "tokens"),
+        "stalls": Metric(room_wait.count, "requests"),
+        "stall_s": Metric(room_wait.sum_s, "s"),
     }
 
 

@@ -120,12 +120,15 @@ class Conversation:
 class Script:
     """The sessions to hold.
 
-    tokens_max: no prompt with its answer is longer.
+    tokens_max: no prompt with its answer is longer.   tokens_of: the same for each session.
+    shared_tokens: all sessions begin with these.
     cut: texts were shortened because the model takes too few positions.
     """
 
     conversations: tuple[Conversation, ...]
     tokens_max: int
+    tokens_of: tuple[int, ...]
+    shared_tokens: int
     cut: bool
 
     @staticmethod
@@ -148,7 +151,8 @@ class Script:
         system = Message("system", excerpt.system)
         marks = len(chat.message_ids(Message("user", ""), 0)) + len(chat.cue_ids()) + len(chat.end_ids) + 1
         room = positions - turns * (marks + max_new_tokens) - marks - len(chat.start_ids)
-        needed = max(_content_length(chat, (system, *messages[:turns])) for _, messages in chosen)
+        needed_of = [_content_length(chat, (system, *messages[:turns])) for _, messages in chosen]
+        needed = max(needed_of)
         cut = needed > room
         if cut and room < 2 * (turns + 1):
             raise BadInput(
@@ -163,6 +167,8 @@ class Script:
                 for name, messages in chosen
             ),
             tokens_max=positions if cut else needed + positions - room,
+            tokens_of=tuple(min(positions, content + positions - room) for content in needed_of),
+            shared_tokens=len(chat.start_ids) + len(system_ids),
             cut=cut,
         )
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvkeep.engine.demo.measure import Turn
 
-COLUMNS = ("session", "turn", "prompt", "matched", "from host", "TTFT", "without", "ratio", "output")
+COLUMNS = ("session", "turn", "prompt", "on GPU", "in host", "TTFT", "all GPU", "without", "ratio", "output")
 
 
 class Display:
@@ -84,9 +84,10 @@ def _cells(turn: Turn) -> tuple[str, ...]:
         turn.session.removeprefix("retail-").removesuffix("-baseline"),
         str(turn.turn),
         f"{turn.prompt_tokens:,}",
-        f"{turn.matched_tokens:,}",
+        f"{turn.matched_tokens - turn.host_tokens:,}",
         f"{turn.host_tokens:,}",
         f"{turn.ttft_kept_ms:,.0f} ms",
+        "-" if turn.ttft_ample_ms is None else f"{turn.ttft_ample_ms:,.0f} ms",
         f"{turn.ttft_without_ms:,.0f} ms",
         f"{turn.ratio:.1f} x",
         "same" if turn.identical else "DIFFERS",

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Mode = Literal["strict", "same-schedule"]
 
-# Compared requests where nobody says how many: the fixed scenarios, about 60, and some drawn at random.
-CASES_DEFAULT = 100
+# Compared requests where nobody says how many: the fixed scenarios, about 200, and some drawn at random.
+CASES_DEFAULT = 240
 COST_PAIRS = 5
 SHOWN_MAX = 10
 
@@ -76,7 +76,7 @@ def run(options: VerifyOptions) -> Report:
 def _run(options: VerifyOptions, mode: Mode, console: "Console", findings: "Findings", costs: list[float]) -> None:
     from kvkeep.engine.asking import random_ids
     from kvkeep.engine.loader import load_model
-    from kvkeep.engine.verify import gate, scenarios
+    from kvkeep.engine.verify import gate, scenarios, tiers
 
     with console.status(f"loading {options.model}") as status:
         loaded = load_model(options.model, device=options.device)
@@ -95,8 +95,12 @@ def _run(options: VerifyOptions, mode: Mode, console: "Console", findings: "Find
             return random_ids(rng, loaded, count)
 
         cases_max = options.cases if options.cases is not None else CASES_DEFAULT
-        planned = chain(scenarios.fixed_scenarios(sizes, draw), scenarios.random_scenarios(sizes, draw, rng))
-        running.run(_announced(planned, console, findings), cases_max)
+        planned = [scenarios.fixed_scenarios(sizes, draw), tiers.host_scenarios(sizes, draw)]
+        drawn = scenarios.random_scenarios(sizes, draw, rng)
+        if mode == "strict":
+            planned += [tiers.suspension_scenarios(sizes, draw), tiers.failing_scenarios(sizes, draw)]
+            drawn = chain.from_iterable(zip(drawn, tiers.random_tier_scenarios(sizes, draw, rng), strict=False))
+        running.run(_announced(chain(*planned, drawn), console, findings), cases_max)
         if options.device == "cpu":
             status.update("what strict arithmetic costs")
             _measure_cost(loaded, sizes, draw(sizes.pages * sizes.page), costs)
@@ -105,10 +109,12 @@ def _run(options: VerifyOptions, mode: Mode, console: "Console", findings: "Find
 def _announced(planned: Iterable["Scenario"], console: "Console", findings: "Findings") -> Iterator["Scenario"]:
     """The scenarios as they are asked for; the one before has been run by then, and its result is said."""
     for scenario in planned:
-        compared, differ = len(findings.cases), findings.mismatches
+        compared, differ, counts = len(findings.cases), findings.mismatches, findings.counts
         yield scenario
         compared, differ = len(findings.cases) - compared, findings.mismatches - differ
-        console.print(f"{scenario.name}: {compared} compared, {differ} differ", markup=False, soft_wrap=True)
+        happened = findings.counts - counts
+        said = f"{scenario.name}: {compared} compared, {differ} differ"
+        console.print(f"{said}; {happened}" if str(happened) else said, markup=False, soft_wrap=True)
 
 
 def _judge(mode: Mode, loaded: "LoadedModel", sizes: "Sizes") -> "Judge":
@@ -157,10 +163,10 @@ def _report(mode: Mode, findings: "Findings", costs: list[float], interrupted: b
         "wrong_matches": Metric(findings.complaints, "count"),
         "untested": Metric(len(findings.untested), "count"),
         "matched_share": Metric(matched_tokens / prompt_tokens if cases else None, "share"),
-        "pages_evicted": Metric(findings.pages_evicted, "pages"),
-        "preemptions": Metric(sum(case.preemptions for case in cases), "count"),
         "wall_s": Metric(wall_s, "s"),
     }
+    metrics |= {name: Metric(value, "count") for name, value in findings.counts.items()}
+    metrics |= {f"cases_{_slug(name)}": Metric(count, "count") for name, count in findings.cases_of().items()}
     if interrupted:
         metrics[INTERRUPTED] = Metric(1, "bool")
     return Report("verify", held, metrics, [case.to_row() for case in cases])
@@ -180,12 +186,16 @@ def _summary(mode: Mode, findings: "Findings", report: Report) -> list[str]:
     lines.append(f"{mode}: {value['cases']} requests compared with {against}, {value['mismatches']} differ")
     if findings.cases:
         lines.append(
-            f"{value['matched_share']:.0%} of their prompt tokens came from the cache; {value['pages_evicted']} cached "
-            f"pages were dropped and {value['preemptions']} requests preempted on the way"
+            f"{value['matched_share']:.0%} of their prompt tokens came from the cache; on the way: {findings.counts}"
         )
     if value["strict_cost_ratio"] is not None:
         lines.append(f"strict arithmetic costs {value['strict_cost_ratio']:.2f} x the time of the fastest")
     return lines
+
+
+def _slug(name: str) -> str:
+    """A scenario's name as part of a metric's; those drawn at random are one."""
+    return "_".join("".join(letter if letter.isalpha() else " " for letter in name).split())
 
 
 def _complain(case: "Case") -> str:

@@ -3,15 +3,20 @@
 Must not know how a judge comes to its verdict.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvkeep.engine.engine import Engine, EngineConfig, Request, SamplingParams
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.engine.verify.compare import Difference
-from kvkeep.engine.verify.scenarios import CONCURRENCY, Ask, Ids, Scenario
+from kvkeep.engine.verify.counts import Counts, counted
+from kvkeep.engine.verify.faults import FailingBackend
+from kvkeep.engine.verify.scenarios import CONCURRENCY, Ask, Scenario
 from kvkeep.report import JsonValue
+from kvkeep.tiers.memory import PageMemory
+from kvkeep.transfer.backend import Backend
 
 CHUNK_PAGES = 2  # prefill chunks of the cached runs, in pages: small, so that hits begin inside chunks too
 
@@ -38,7 +43,10 @@ class Case:
     prompt_tokens: int
     output_tokens: int
     matched_tokens: int
+    host_tokens: int
     preemptions: int
+    suspensions: int
+    hole_tokens: int
     difference: Difference | None
     complaint: str | None
 
@@ -56,7 +64,10 @@ class Case:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "matched_tokens": self.matched_tokens,
+            "matched_host_tokens": self.host_tokens,
             "preemptions": self.preemptions,
+            "suspensions": self.suspensions,
+            "hole_tokens": self.hole_tokens,
             "mismatch": int(found is not None),
             "differs": None if found is None else found.what,
             "layer": None if found is None else found.layer,
@@ -67,17 +78,24 @@ class Case:
 
 @dataclass(slots=True)
 class Findings:
-    """What the gate has found so far. `untested` names what a scenario was for and did not come to."""
+    """What the gate has found so far. `untested` names what a scenario was for and did not come to.
+
+    counts: what happened in all scenarios together.
+    """
 
     cases: list[Case] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)
-    pages_evicted: int = 0
+    counts: Counts = field(default_factory=Counts)
     scenario: str = ""
 
     @property
     def mismatches(self) -> int:
         """Compared requests that differed in any bit."""
         return sum(case.difference is not None for case in self.cases)
+
+    def cases_of(self) -> Mapping[str, int]:
+        """Compared requests by scenario."""
+        return Counter(case.scenario for case in self.cases)
 
     @property
     def complaints(self) -> int:
@@ -104,33 +122,52 @@ class Gate:
             self._run(scenario, cases_max)
 
     def _run(self, scenario: Scenario, cases_max: int) -> None:
-        engine = Engine(
-            self._loaded,
-            EngineConfig(
-                page_size=self._page_size,
-                pool_pages=scenario.pool_pages,
-                chunk_tokens=CHUNK_PAGES * self._page_size,
-                arithmetic="strict" if self._strict else "fast",
-                max_batch=CONCURRENCY,
-            ),
-        )
+        engine, faults = self._engine(scenario)
         self._judge.watch(engine)
-        findings, waves, preemptions = self._findings, scenario.waves(), 0
+        findings, waves, requests = self._findings, scenario.waves(), list[Request]()
         asks = next(waves)
-        while True:
-            outputs = self._wave(scenario, engine, asks)
-            preemptions += sum(case.preemptions for case in findings.cases[-len(asks) :])
+        complete = False
+        while not complete:
+            asked = self._wave(scenario, engine, asks)
+            requests += asked
             if len(findings.cases) >= cases_max:
                 break
             try:
-                asks = waves.send(outputs)
+                asks = waves.send([request.output_ids for request in asked])
             except StopIteration:
-                self._check_tested(scenario, engine, preemptions)
-                break
-        findings.pages_evicted += engine.cache.stats().pages_evicted
+                complete = True
         engine.cache.check_invariants()
+        counts = counted(engine, requests, faults)
+        findings.counts += counts
+        if complete:
+            self._check_tested(scenario, counts)
+        engine.close()
 
-    def _wave(self, scenario: Scenario, engine: Engine, asks: list[Ask]) -> list[Ids]:
+    def _engine(self, scenario: Scenario) -> tuple[Engine, FailingBackend | None]:
+        """A scenario's engine, and what makes its copies fail."""
+        below, faults = scenario.below, list[FailingBackend]()
+
+        def wrap(inner: Backend, gpu: PageMemory, host: PageMemory) -> Backend:
+            if below.fails is None:
+                return inner
+            faults.append(FailingBackend(inner, gpu, host, *below.fails))
+            return faults[0]
+
+        config = EngineConfig(
+            page_size=self._page_size,
+            pool_pages=scenario.pool_pages,
+            chunk_tokens=CHUNK_PAGES * self._page_size,
+            arithmetic="strict" if self._strict else "fast",
+            max_batch=CONCURRENCY,
+            host_pages=below.host_pages,
+            suspend_pages=below.suspend_pages,
+            suspend=below.suspend,
+            weigh_loads=False,
+        )
+        engine = Engine(self._loaded, config, wrap_backend=wrap)
+        return engine, faults[0] if faults else None
+
+    def _wave(self, scenario: Scenario, engine: Engine, asks: list[Ask]) -> list[Request]:
         requests = [
             engine.submit(
                 ask.prompt,
@@ -142,9 +179,6 @@ class Gate:
         while engine.step():
             self._judge.after_step()
         for ask, request in zip(asks, requests, strict=True):
-            complaint = None
-            if ask.matched is not None and ask.matched != request.matched_len:
-                complaint = f"{request.matched_len} tokens came from the cache where {ask.matched} had to"
             self._findings.cases.append(
                 Case(
                     scenario=scenario.name,
@@ -152,21 +186,31 @@ class Gate:
                     prompt_tokens=request.prompt_len,
                     output_tokens=len(request.output_ids),
                     matched_tokens=request.matched_len,
+                    host_tokens=request.host_len,
                     preemptions=request.preemptions,
+                    suspensions=request.suspensions,
+                    hole_tokens=request.hole_len,
                     difference=self._judge.judge(request),
-                    complaint=complaint,
+                    complaint=_complaint(ask, request),
                 )
             )
-        return [request.output_ids for request in requests]
+        return requests
 
-    def _check_tested(self, scenario: Scenario, engine: Engine, preemptions: int) -> None:
+    def _check_tested(self, scenario: Scenario, counts: Counts) -> None:
         """A scenario that never got to what it is for must not pass for a test of it."""
-        evicted = engine.cache.stats().pages_evicted
-        if evicted < scenario.evicted_min:
-            self._findings.untested.append(
-                f"{scenario.name}: {evicted} cached pages were dropped where {scenario.evicted_min} had to be"
-            )
-        if preemptions < scenario.preempted_min:
-            self._findings.untested.append(
-                f"{scenario.name}: {preemptions} requests were preempted where {scenario.preempted_min} had to be"
-            )
+        found = dict(counts.items())
+        for name, least in scenario.at_least.items():
+            if found[name] < least:
+                self._findings.untested.append(f"{scenario.name}: {found[name]} {name} where {least} had to be")
+        for name in scenario.never:
+            if found[name]:
+                self._findings.untested.append(f"{scenario.name}: {found[name]} {name} where none had to be")
+
+
+def _complaint(ask: Ask, request: Request) -> str | None:
+    """What a request found in the cache, where that was not what it had to."""
+    if ask.matched is not None and ask.matched != request.matched_len:
+        return f"{request.matched_len} tokens came from the cache where {ask.matched} had to"
+    if ask.from_host is not None and ask.from_host != request.host_len:
+        return f"{request.host_len} tokens came from host memory where {ask.from_host} had to"
+    return None

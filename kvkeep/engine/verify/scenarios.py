@@ -6,10 +6,13 @@ together, and is sent what they generated, so that a session can go on from its 
 
 import random
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from kvkeep.engine.asking import pages_of
+from kvkeep.engine.verify.counts import Counts
+from kvkeep.transfer.plan import Cause
 
 CONCURRENCY = 4
 PAGES_MIN, PAGES_MAX = 3, 6
@@ -23,14 +26,17 @@ Draw = Callable[[int], Ids]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `matched` is what it must find in the cache, in tokens; None where that depends on what was dropped.
+    """One request.
 
+    matched: what it must find in the cache, in tokens; None where that depends on what was dropped.   from_host: of
+        those, the ones that must come from host memory.
     temperature 0 is greedy; above it `seed` draws.
     """
 
     prompt: Ids
     new: int
     matched: int | None = None
+    from_host: int | None = None
     salt: bytes = b""
     temperature: float = 0.0
     seed: int = 0
@@ -45,18 +51,35 @@ Waves = Generator[list[Ask], list[Ids], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Below:
+    """The host memory of a scenario, and its faults.
+
+    fails: the cause of copies that are made to fail, and which of them by their number, from 0.
+    """
+
+    host_pages: int = 0
+    suspend_pages: int = 0
+    suspend: Literal["exclusive", "complete"] = "exclusive"
+    fails: tuple[Cause, Callable[[int], bool]] | None = None
+
+
+NOTHING_BELOW = Below()
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """Waves of requests over one pool.
 
-    evicted_min, preempted_min: a run in which fewer cached pages were dropped, or fewer requests preempted, did not
-    test what this scenario is for; that counts as a failure.
+    at_least: a run in which less happened did not test what this scenario is for; that counts as a failure.
+    never: names of counts that have to stay at 0.
     """
 
     name: str
     pool_pages: int
     waves: Callable[[], Waves]
-    evicted_min: int = 0
-    preempted_min: int = 0
+    at_least: Counts = field(default_factory=Counts)
+    below: Below = NOTHING_BELOW
+    never: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +102,9 @@ def fixed_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
     yield Scenario("every hit length", ample, partial(_hit_lengths, sizes, draw))
     yield Scenario("generated pages", ample, partial(_generated_pages, page, draw))
     yield Scenario("four at a time", ample, partial(_four_at_a_time, page, draw))
-    yield _rotation_scenario("pool of one request", 1, page, draw, sessions=3, together=1)
-    yield _rotation_scenario("pool of two requests", 2, page, draw, sessions=4, together=4)
-    yield Scenario("preempted", 9, partial(_preempted, page, draw), evicted_min=1, preempted_min=1)
+    yield rotation_scenario("pool of one request", 1, page, draw, sessions=3, together=1)
+    yield rotation_scenario("pool of two requests", 2, page, draw, sessions=4, together=4)
+    yield Scenario("preempted", 9, partial(_preempted, page, draw), Counts(pages_evicted=1, preemptions=1))
 
 
 def random_scenarios(sizes: Sizes, draw: Draw, rng: random.Random) -> Iterator[Scenario]:
@@ -91,7 +114,7 @@ def random_scenarios(sizes: Sizes, draw: Draw, rng: random.Random) -> Iterator[S
         number += 1
         pool_pages = rng.randint(sizes.pages + 1, sizes.pages + 4)
         own = random.Random(rng.getrandbits(32))
-        yield Scenario(f"random {number}", pool_pages, partial(_random, sizes, draw, own))
+        yield Scenario(f"random {number}", pool_pages, partial(random_waves, sizes, draw, own))
 
 
 def _hit_lengths(sizes: Sizes, draw: Draw) -> Waves:
@@ -138,11 +161,22 @@ def _four_at_a_time(page: int, draw: Draw) -> Waves:
     ]
 
 
-def _rotation_scenario(name: str, requests: int, page: int, draw: Draw, sessions: int, together: int) -> Scenario:
+def rotation_scenario(
+    name: str,
+    requests: int,
+    page: int,
+    draw: Draw,
+    *,
+    sessions: int,
+    together: int,
+    at_least: Counts | None = None,
+    below: Below = NOTHING_BELOW,
+) -> Scenario:
     """`_rotation` in a pool that just holds `requests` of its longest requests, which share a page."""
     pages_each = pages_of(3 * page + page // 4 + TURNS * (NEW + page // 8), page)
     waves = partial(_rotation, page, draw, sessions, together)
-    return Scenario(name, requests * (pages_each - 1) + 1, waves, evicted_min=sessions * TURNS // 2)
+    at_least = at_least or Counts(pages_evicted=sessions * TURNS // 2)
+    return Scenario(name, requests * (pages_each - 1) + 1, waves, at_least, below)
 
 
 def _rotation(page: int, draw: Draw, sessions: int, together: int) -> Waves:
@@ -164,7 +198,8 @@ def _preempted(page: int, draw: Draw) -> Waves:
     yield [Ask(ask.prompt + output, new=2) for ask, output in zip(asks, outputs, strict=True)]
 
 
-def _random(sizes: Sizes, draw: Draw, rng: random.Random) -> Waves:
+def random_waves(sizes: Sizes, draw: Draw, rng: random.Random) -> Waves:
+    """Sessions that grow and branch, up to `CONCURRENCY` requests at a time."""
     longest = sizes.pages * sizes.page
     told: list[Ids] = [draw(rng.randint(1, longest))]
     for _wave in range(RANDOM_WAVES):

@@ -1,0 +1,104 @@
+"""Admission: what of a prompt matches, what of that is loaded, and which pages the rest gets: all, or nothing.
+
+Must not know what becomes of a lease afterwards.  Its callers hold the cache's lock.
+"""
+
+from collections.abc import Callable
+from itertools import count
+
+from kvkeep.counting import Counting
+from kvkeep.errors import BadInput, OutOfPages
+from kvkeep.index.names import Identity, Int32s, PageMedia, check_token_range, cut_before_split_item
+from kvkeep.index.runs import Match, RunTree
+from kvkeep.lease import Lease
+from kvkeep.room import Drains, Room
+from kvkeep.storing import Storing
+from kvkeep.tiers.ledger import Ledger
+from kvkeep.traffic import Traffic
+
+
+class Admission:
+    """Makes the leases of one cache.
+
+    leases: the live ones, which it adds to.   order: what `Gate.wait_on` does.
+    """
+
+    def __init__(
+        self,
+        tree: RunTree,
+        ledger: Ledger,
+        room: Room,
+        storing: Storing,
+        traffic: Traffic | None,
+        leases: dict[int, Lease],
+        page_size: int,
+        counting: Counting,
+        order: Callable[[Lease, object], None],
+    ) -> None:
+        self._tree = tree
+        self._ledger = ledger
+        self._room = room
+        self._storing = storing
+        self._traffic = traffic
+        self._leases = leases
+        self._page_size = page_size
+        self._counting = counting
+        self._order = order
+        self._numbers = count()
+
+    def open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia) -> Lease:
+        """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest.
+
+        Raises `OutOfPages`, with nothing changed, or `BadInput` for a prompt that could never be admitted.
+        """
+        length = len(ids)
+        reserve = -(-length // self._page_size)
+        if reserve > self._ledger.total:
+            raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self._ledger.total}")
+        pages, below, name = self._match(identity, ids.data.cast("B"), limit, media)
+        on_gpu = len(pages)
+        check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
+        number = next(self._numbers)
+        self._ledger.retain(pages, number)
+        load = self._traffic.begin_load(below) if self._traffic is not None and below else None
+        drains = Drains(reserve - on_gpu)
+        try:
+            pages.extend(self._room.take(reserve - on_gpu, number, drains))
+        except OutOfPages as e:
+            self._ledger.release(pages, number)
+            if self._traffic is not None and load is not None:
+                self._traffic.cancel_load(load)
+            self._counting.refusals += 1
+            raise self._room.out_of_pages(e.asked, e.short) from None
+        matched = on_gpu
+        if self._traffic is not None and load is not None:
+            last_name = self._tree.host_name(below[-1])
+            late = max(0, len(below) + drains.count - (reserve - on_gpu))
+            if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)], drains.copies, late):
+                matched, name = on_gpu + len(below), last_name
+        rest = ids[matched * self._page_size :]
+        own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
+        lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
+        lease.loaded_len = (matched - on_gpu) * self._page_size
+        if matched:
+            lease.path = self._storing.page_id(pages[matched - 1])
+        lease.media, lease.epoch = media, self._storing.epoch
+        if self._traffic is not None:
+            lease.order = self._order
+            self._traffic.join(pages[:matched], lease)
+            for copy in drains.copies:
+                self._traffic.copies.wait(lease, copy)
+        self._leases[number] = lease
+        return lease
+
+    def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> Match:
+        """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item."""
+        found = self._tree.match(identity, raw, limit, media)
+        below = self._traffic.loadable(found.host) if self._traffic is not None and found.host else found.host
+        if media is not None:
+            on_gpu = len(found.pages)
+            whole = cut_before_split_item(on_gpu + len(below), self._page_size, media)
+            if whole < on_gpu:
+                return self._tree.match(identity, raw, whole, media)
+            below = below[: whole - on_gpu]
+        return Match(found.pages, below, found.name)
