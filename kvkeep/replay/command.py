@@ -88,7 +88,9 @@ def _bar(console: "object", name: str, total: int) -> Iterator[Progress | None]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _show(console: "object", trace: Trace, order: Order, result: ReplayResult, best: int | None, seconds: float) -> None:
+def _show(
+    console: "object", trace: Trace, order: Order, result: ReplayResult, best: int | None, seconds: float
+) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -56,7 +56,9 @@ def read_trace(path: Path, *, tokenizer: Path | None = None, skip_bad: bool = Fa
     else:
         trace = _read_lines(path, tokenizer, skip_bad)
     if not trace.requests:
-        raise BadInput(f"{path}: the trace is empty: no request in it{f' ({trace.bad} bad lines)' if trace.bad else ''}")
+        raise BadInput(
+            f"{path}: the trace is empty: no request in it{f' ({trace.bad} bad lines)' if trace.bad else ''}"
+        )
     return trace
 
 
