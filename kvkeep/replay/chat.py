@@ -6,8 +6,9 @@ Must not know pages, nor load a tokenizer before there is a log.
                                                    and what comes after the last one is a request without
     {"messages": [...], "choices": [...]}          one request and its answer (or "response": a message, or text)
 
-`session` (or `id`), `service_s`, `time_s` (or `created`, Unix seconds) may be there; a line without a session is its own.
-Messages are tokenised one by one, laid out as `<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`; a completion is CONTENT and `<|im_end|>`.
+`session` (or `id`), `service_s`, `time_s` (or `created`, Unix seconds) may be there; a line without a session is one of
+its own.  Messages are tokenised one by one, laid out as `<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`; a completion is
+CONTENT and `<|im_end|>`.
 """
 
 import hashlib

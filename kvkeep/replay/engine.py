@@ -58,6 +58,7 @@ class Engine:
         page_size = pages.page_size
         self.counts = Counts()
         self.clock = TraceClock()
+        order = make_order(settings.eviction, Tier.GPU, self.clock)
         self._pages = pages
         self._settings = settings
         self._link = Link(self.clock, page_size, settings.link_tokens_per_s)
@@ -75,7 +76,7 @@ class Engine:
             FINGERPRINT,
             host=CpuPool.bookkeeping(host_pages) if host_pages else None,
             transfers=self.manager if host_pages else None,
-            order=make_order(settings.eviction, Tier.GPU, self.clock),
+            order=order,
         )
         self._two_tiers = bool(host_pages)
         self._waiting: deque[Job] = deque()

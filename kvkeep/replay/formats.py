@@ -33,7 +33,7 @@ from kvkeep.replay.reading import (
     seconds_or_none,
     token_ids,
 )
-from kvkeep.replay.trace import Request, Trace
+from kvkeep.replay.trace import Clock, Request, Trace
 
 TOKEN_TRACE = re.compile(r"(?P<stem>.*)\.(tokens\.u16|sessions\.jsonl)(\.gz|\.xz)?$")
 PACKED = ("", ".gz", ".xz")
@@ -97,23 +97,23 @@ def _read_tokens(tokens: Path, sessions: Path, skip_bad: bool) -> Trace:
     ids = np.frombuffer(stream.data, dtype="<u2", count=len(stream.data) // 2).astype(np.int32)
     chains: list[Int32s] = []
     read: list[list[Request]] = []
-    clocks = set()
+    clocks: set[Clock] = set()
     for number, line in lines.objects():
         with lines.guard(number):
             if "turns" in line:
-                own, requests, clock = _turns(line, ids, len(read), len(chains))
+                own, requests, kind = _turns(line, ids, len(read), len(chains))
             else:
-                own, requests, clock = _offsets(line, ids, len(read), len(chains))
+                own, requests, kind = _offsets(line, ids, len(read), len(chains))
             chains += own
             read.append(requests)
-            clocks.add(clock)
-    clock = clocks.pop() if len(clocks) == 1 else "none"
+            clocks.add(kind)
+    clock: Clock = clocks.pop() if len(clocks) == 1 else "none"
     digest = _digest(stream.digest, source.digest)
     name = sessions.name.partition(".sessions.jsonl")[0]
     return Trace(name, digest, None, chains, read, clock, lines.bad, note)
 
 
-def _turns(line: dict[str, Any], ids: Int32s, session: int, chain: int) -> tuple[list[Int32s], list[Request], Any]:
+def _turns(line: dict[str, Any], ids: Int32s, session: int, chain: int) -> tuple[list[Int32s], list[Request], Clock]:
     """A session that only appends: [prompt end, completion end, seconds, ...] a turn."""
     first, length = integer(need(line, "off"), "off"), integer(need(line, "len"), "len", 1)
     if first + length > len(ids):
@@ -133,7 +133,7 @@ def _turns(line: dict[str, Any], ids: Int32s, session: int, chain: int) -> tuple
     return [ids[first : first + length]], requests, "shared" if timed else "none"
 
 
-def _offsets(line: dict[str, Any], ids: Int32s, session: int, chain: int) -> tuple[list[Int32s], list[Request], Any]:
+def _offsets(line: dict[str, Any], ids: Int32s, session: int, chain: int) -> tuple[list[Int32s], list[Request], Clock]:
     """Requests with a prompt of their own each: [offset, prompt length, completion length, ms since the first]."""
     chains, requests = [], []
     for k, entry in enumerate(listed(need(line, "requests"), "requests")):
@@ -213,7 +213,9 @@ def _claude_session(
     line: dict[str, Any], block: int, base: int, session: int, chain: int
 ) -> tuple[list[Int32s], list[Request], int]:
     """Chains, requests in the order of the file, and how many block ids the session uses up."""
-    chains, requests, top = [], [], 0
+    chains: list[Int32s] = []
+    requests: list[Request] = []
+    top = 0
     for field, entry in _flat(listed(need(line, "requests"), "requests"), "requests"):
         prompt_len = integer(need(entry, "in", field), f"{field}in", 1)
         final_len = prompt_len + integer(entry.get("out", 0), f"{field}out")

@@ -66,8 +66,8 @@ class Counts:
     requests, prompt_tokens: all of them, those not served as well.
     matched_pages_gpu, matched_pages_cpu: at the first admission of each request.
     stalls: requests that had to wait for pages.   preemptions: times that a running one had to give its pages back.
-    unserved: requests that are larger than the pool, or have no prompt.   pages_evicted: that left the GPU tier to make room.
-    evict_ns: time spent on finding room by eviction.
+    unserved: requests that are larger than the pool, or have no prompt.
+    pages_evicted: that left the GPU tier to make room.   evict_ns: time spent on finding room by eviction.
     """
 
     requests: int = 0
