@@ -7,7 +7,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-EXTRAS ?= engine,dev
+EXTRAS ?= engine,replay,dev
 ARGS ?=
 
 PY := .venv/bin/python

@@ -11,6 +11,7 @@ from kvkeep.errors import BadInput, OutOfPages
 from kvkeep.index.names import Identity, Int32s, PageMedia, check_token_range, cut_before_split_item
 from kvkeep.index.runs import Match, RunTree
 from kvkeep.lease import Lease
+from kvkeep.misses import Looked, MissLedger
 from kvkeep.room import Drains, Room
 from kvkeep.storing import Storing
 from kvkeep.tiers.ledger import Ledger
@@ -33,6 +34,7 @@ class Admission:
         leases: dict[int, Lease],
         page_size: int,
         counting: Counting,
+        misses: MissLedger | None,
         order: Callable[[Lease, object], None],
     ) -> None:
         self._tree = tree
@@ -43,19 +45,22 @@ class Admission:
         self._leases = leases
         self._page_size = page_size
         self._counting = counting
+        self._misses = misses
         self._order = order
         self._numbers = count()
 
-    def open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia) -> Lease:
+    def open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia, reuse: bool | None = None) -> Lease:
         """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest.
 
+        reuse: what the prompt wants, so that the miss ledger tells of it; None: it was admitted before.
         Raises `OutOfPages`, with nothing changed, or `BadInput` for a prompt that could never be admitted.
         """
         length = len(ids)
         reserve = -(-length // self._page_size)
         if reserve > self._ledger.total:
             raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self._ledger.total}")
-        pages, below, name = self._match(identity, ids.data.cast("B"), limit, media)
+        raw = ids.data.cast("B")
+        (pages, below, name), host_found, declined = self._match(identity, raw, limit, media)
         on_gpu = len(pages)
         check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
         number = next(self._numbers)
@@ -89,16 +94,26 @@ class Admission:
             for copy in drains.copies:
                 self._traffic.copies.wait(lease, copy)
         self._leases[number] = lease
+        if self._misses is not None and reuse is not None:
+            looked = Looked(matched, limit, name, host_found - (matched - on_gpu), declined, reuse)
+            self._misses.admitted(number, identity, raw, media, looked)
         return lease
 
-    def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> Match:
-        """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item."""
+    def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> tuple[Match, int, bool]:
+        """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item.
+
+        And how many pages host memory has behind those on the GPU, and whether they are computed since that is faster.
+        """
         found = self._tree.match(identity, raw, limit, media)
-        below = self._traffic.loadable(found.host) if self._traffic is not None and found.host else found.host
+        below, declined = found.host, False
+        if self._traffic is not None and found.host:
+            before = self._traffic.loads_declined
+            below = self._traffic.loadable(found.host)
+            declined = before < self._traffic.loads_declined
         if media is not None:
             on_gpu = len(found.pages)
             whole = cut_before_split_item(on_gpu + len(below), self._page_size, media)
             if whole < on_gpu:
-                return self._tree.match(identity, raw, whole, media)
+                return self._tree.match(identity, raw, whole, media), 0, False
             below = below[: whole - on_gpu]
-        return Match(found.pages, below, found.name)
+        return Match(found.pages, below, found.name), len(found.host), declined

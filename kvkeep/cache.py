@@ -37,8 +37,9 @@ from kvkeep.index.names import (
 )
 from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
-from kvkeep.index.watch import Listener, Names, watch_tree
+from kvkeep.index.watch import Listener, Names, names_in, watch_tree
 from kvkeep.lease import Lease
+from kvkeep.misses import Both, MissLedger, MissStats
 from kvkeep.room import Room
 from kvkeep.stats import CacheStats, ResetReport
 from kvkeep.storing import Storing
@@ -57,6 +58,7 @@ class TieredCache:
 
     config, pool: what and where.   host, transfers: the tier in host memory and what makes its copies, or neither.
     fingerprint: what KV bytes depend on besides tokens (`Fingerprint`, or bytes that stand for one).
+    misses: told of every admission, so that it can say why tokens were not there.
     ledger, hash_fn: for tests: a tracing twin of the ledger, a hash that collides.
 
     All methods may be called from any thread, each lease from one at a time.
@@ -74,6 +76,7 @@ class TieredCache:
         host_ledger: Ledger | None = None,
         parking_ledger: Ledger | None = None,
         order: EvictionOrder | None = None,
+        misses: MissLedger | None = None,
         hash_fn: Hash64 = hash64,
     ) -> None:
         self_test()
@@ -105,6 +108,9 @@ class TieredCache:
             parking = parking_ledger or Ledger(host.suspend_pages)
             self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, Costs(config.page_size), self._end)
         self._leases: dict[int, Lease] = {}
+        self._misses = misses
+        if misses is not None:
+            watch_tree(self._tree, misses)
         self._room = Room(self._ledger, self._tree, self._leases, self._traffic)
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._counting = Counting()
@@ -117,6 +123,7 @@ class TieredCache:
             self._leases,
             config.page_size,
             self._counting,
+            misses,
             self._order_behind,
         )
 
@@ -153,7 +160,7 @@ class TieredCache:
             limit = min(limit, storable)
         with self._lock:
             identity = self._identity(salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, by_page)
+            lease = self._admission.open(identity, ids, limit, by_page, reuse)
             lease.store, lease.storable = store, storable
             self._counting.admitted(lease)
         if self.transfers is not None and lease.copies:
@@ -387,6 +394,8 @@ class TieredCache:
     def _end(self, lease: Lease) -> None:
         if self._traffic is not None:
             self._traffic.leave(lease)
+        if self._misses is not None:
+            self._misses.ended(lease.number)
         lease.live = False
         del self._leases[lease.number]
         self._release(lease, lease.pages)
@@ -420,6 +429,8 @@ class TieredCache:
 
     def _reset(self) -> ResetReport:
         held = self._ledger.held
+        if self._misses is not None:
+            self._misses.forgotten(names_in(self._tree).values())
         self._storing.epoch += 1
         freed = self._tree.clear()
         return ResetReport(pages_freed=freed.gpu, pages_held=held, host_pages_freed=freed.host)
@@ -429,12 +440,20 @@ class TieredCache:
         with self._lock:
             return self._counting.stats(len(self._leases), self._ledger, self._host, self._room, self._storing)
 
+    def misses(self) -> MissStats | None:
+        """Why tokens of prompts were not found; None without a miss ledger."""
+        with self._lock:
+            return self._misses.stats() if self._misses is not None else None
+
     def watch(self, listener: Listener | None) -> Mapping[Tier, Names]:
         """Tells `listener` (None: nobody) of every name that enters or leaves a tier; returns those that are there.
 
         It is called with the cache's lock held: it must be quick, and must not call the cache.
         """
         with self._lock:
+            if self._misses is not None:
+                watch_tree(self._tree, Both(self._misses, listener) if listener is not None else self._misses)
+                return names_in(self._tree)
             return watch_tree(self._tree, listener)
 
     def check_invariants(self) -> None:

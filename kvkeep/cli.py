@@ -152,6 +152,7 @@ def _replay(arguments: argparse.Namespace) -> Report:
                 eviction=arguments.eviction,
                 index_at=arguments.index_at,
                 concurrency=arguments.concurrency,
+                explain=arguments.explain,
                 prefill_tokens_per_s=arguments.prefill_rate,
                 decode_tokens_per_s=arguments.decode_rate,
                 link_tokens_per_s=arguments.link_rate,
@@ -314,6 +315,7 @@ def _add_replay(commands: "argparse._SubParsersAction[Parser]") -> None:
     add("--prefill-rate", type=_rate, default=50_000.0, metavar="R", help="tokens a second, one prompt a time (50000)")
     add("--decode-rate", type=_rate, default=50.0, metavar="R", help="tokens a second, each request (50)")
     add("--link-rate", type=_rate, metavar="R", help="tokens a second between the tiers (copies take no time)")
+    add("--explain", action="store_true", help="say why pages were not found, by cause")
     add("--prompts-only", action="store_true", help="as if generated pages were not stored")
     _add_json(replay)
 

@@ -82,7 +82,7 @@ class KVCacheService:
         for key, desk in list(self._desks.items()):
             transfers = desk.cache.transfers
             copies = transfers.stats() if transfers is not None else None
-            out.append(CacheSnapshot(key, desk.cache.stats(), copies, desk.stats()))
+            out.append(CacheSnapshot(key, desk.cache.stats(), copies, desk.stats(), desk.cache.misses()))
         return out
 
     # ------------------------------------------------------------------ requests

@@ -19,6 +19,7 @@ from kvkeep.replay.result import Progress, ReplayResult, Settings
 from kvkeep.replay.seat import TraceClock, make_order
 from kvkeep.replay.trace import Trace
 from kvkeep.report import JsonValue, Metric, Report
+from kvkeep.stats import Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ def _show(
     if settings.accounting == "engine":
         table.add_row("stalls: requests that waited for pages", f"{counts.stalls:,}", "")
         table.add_row("preemptions", f"{counts.preemptions:,}", "")
+    for cause, missed in sorted((result.misses or {}).items(), key=lambda row: -row[1]):
+        table.add_row(f"not found: {cause}", f"{missed:,} pages", _percent(result.share(missed)))
     evict = result.evict_us_per_page
     table.add_row("evicted", f"{counts.pages_evicted:,} pages", "" if evict is None else f"{evict:.2f} us a page")
     table.add_row("replayed in", f"{result.seconds:.1f} s", f"{seconds:.1f} s in all")
@@ -125,8 +128,10 @@ def _show(
 
 
 def remarks(trace: Trace, result: ReplayResult) -> list[str]:
-    """What was left out, in words."""
+    """What was left out, and how old what was missed was, in words."""
     out = []
+    if result.evicted_age is not None and result.evicted_age.count:
+        out.append(f"matches stopped at pages evicted {_ages(result.evicted_age)}")
     if trace.bad:
         out.append(f"{trace.bad} malformed lines were left out")
     if trace.note:
@@ -134,6 +139,12 @@ def remarks(trace: Trace, result: ReplayResult) -> list[str]:
     if result.counts.unserved:
         out.append(f"{result.counts.unserved} requests are larger than the GPU tier, or empty, and were not served")
     return out
+
+
+def _ages(ages: Histogram) -> str:
+    """How many of how old."""
+    bounds = [*(f"{bound:g} s ago or less" for bound in ages.bounds), "longer ago"]
+    return ", ".join(f"{bound}: {count}" for bound, count in zip(bounds, ages.counts, strict=True) if count)
 
 
 def _percent(share: float) -> str:
@@ -155,6 +166,7 @@ def _report(trace: Trace, order: Order, result: ReplayResult, best: int | None, 
         "unserved": Metric(counts.unserved, "requests"),
         "pages_evicted": Metric(counts.pages_evicted, "pages"),
         "evict_us_per_page": Metric(evict, "us", samples=counts.pages_evicted),
+        **{f"missed_pages_{cause.replace(' ', '_')}": Metric(n, "pages") for cause, n in (result.misses or {}).items()},
         "bad_lines": Metric(trace.bad, "lines"),
         "seconds": Metric(seconds, "s"),
         "replay_seconds": Metric(result.seconds, "s"),

@@ -20,6 +20,7 @@ from kvkeep.config import CacheConfig
 from kvkeep.errors import InvariantViolation, OutOfPages
 from kvkeep.index.eviction import Tier
 from kvkeep.lease import Lease
+from kvkeep.misses import MissLedger
 from kvkeep.replay.link import IDLE, Link
 from kvkeep.replay.pages import FINGERPRINT, Pages
 from kvkeep.replay.result import PROGRESS_EVERY, Counts, Progress, Settings
@@ -70,6 +71,7 @@ class Engine:
             deadline_s=DEADLINE_S,
             clock=self.clock,
         )
+        misses = MissLedger(pages.width, order=settings.eviction, clock=self.clock) if settings.explain else None
         self.cache = TieredCache(
             CacheConfig(page_size=pages.width, index_at=settings.index_at, eviction=settings.eviction),  # type: ignore[arg-type]
             GpuPool.bookkeeping(settings.gpu_tokens // page_size),
@@ -77,6 +79,7 @@ class Engine:
             host=CpuPool.bookkeeping(host_pages) if host_pages else None,
             transfers=self.manager if host_pages else None,
             order=order,
+            misses=misses,
         )
         self._two_tiers = bool(host_pages)
         self._waiting: deque[Job] = deque()

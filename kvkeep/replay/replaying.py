@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from kvkeep.errors import BadInput
 from kvkeep.index.eviction import Tier
+from kvkeep.misses import Cause
 from kvkeep.replay.best import NextUses, best_matches, next_uses
 from kvkeep.replay.engine import Engine
 from kvkeep.replay.pages import Pages
@@ -27,7 +28,7 @@ def replay(pages: Pages, arrivals: Arrivals, settings: Settings, progress: Progr
     for name, tokens in (("--gpu-tokens", settings.gpu_tokens), ("--cpu-tokens", settings.cpu_tokens)):
         if tokens and tokens < pages.page_size:
             raise BadInput(f"{name} {tokens}: it must be a page of {pages.page_size} tokens or more")
-    begun = time.perf_counter()
+    begun, misses, evicted_age = time.perf_counter(), None, None
     if settings.accounting == "reference":
         counts = _reference(pages, arrivals, settings, progress)
         simulated_s = arrivals.requests[-1].time_s if arrivals.requests else 0.0
@@ -36,7 +37,12 @@ def replay(pages: Pages, arrivals: Arrivals, settings: Settings, progress: Progr
         counts = engine.replay(arrivals, progress)
         engine.cache.check_invariants()
         simulated_s = engine.clock.now_s
-    return ReplayResult(settings, pages.page_size, counts, time.perf_counter() - begun, simulated_s)
+        stats = engine.cache.misses()
+        if stats is not None:
+            misses = {str(cause): n // pages.width for cause, n in stats.tokens.items() if cause is not Cause.REST}
+            evicted_age = stats.evicted_age
+    seconds = time.perf_counter() - begun
+    return ReplayResult(settings, pages.page_size, counts, seconds, simulated_s, misses, evicted_age)
 
 
 def passes(settings: Settings) -> int:

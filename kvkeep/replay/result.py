@@ -3,12 +3,13 @@
 Must not know how either way of counting works.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvkeep.config import IndexAt, check_choice, check_int
 from kvkeep.errors import BadInput
+from kvkeep.stats import Histogram
 
 Accounting = Literal["engine", "reference"]
 
@@ -31,6 +32,7 @@ class Settings:
     The rest is of the engine's accounting only.
     index_at: when pages become visible, see `CacheConfig`.
     concurrency: how many requests may be live at once; None: one in a rotation, any number where the trace has times.
+    explain: also why pages were not found, by cause.
     prefill_tokens_per_s: one request is prefilled at a time, this fast.   decode_tokens_per_s: each live request
         decodes this fast.  A request whose service time was recorded takes that instead.
     link_tokens_per_s: how fast copies between the tiers are, in each direction; None: they take no time.
@@ -42,6 +44,7 @@ class Settings:
     eviction: str = "lru"
     index_at: IndexAt = "seal"
     concurrency: int | None = None
+    explain: bool = False
     prefill_tokens_per_s: float = 50_000.0
     decode_tokens_per_s: float = 50.0
     link_tokens_per_s: float | None = None
@@ -51,6 +54,8 @@ class Settings:
         check_int("cpu_tokens", self.cpu_tokens, at_least=0)
         check_choice("accounting", self.accounting, get_args(Accounting))
         check_choice("index_at", self.index_at, get_args(IndexAt))
+        if self.explain and self.accounting != "engine":
+            raise BadInput("--explain: it is of a cache, so of --accounting engine only")
         if self.concurrency is not None:
             check_int("concurrency", self.concurrency, at_least=1)
         for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "link_tokens_per_s"):
@@ -83,13 +88,19 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay found.   seconds: what it took, without reading and naming.   simulated_s: by the trace's clock."""
+    """What a replay found.   seconds: what it took, without reading and naming.   simulated_s: by the trace's clock.
+
+    misses: pages that were not found, by cause, and how long ago those had been evicted at which matches stopped, where
+        that was asked for.  A request that was preempted has looked again.
+    """
 
     settings: Settings
     page_size: int
     counts: Counts
     seconds: float
     simulated_s: float
+    misses: Mapping[str, int] | None = None
+    evicted_age: Histogram | None = None
 
     def share(self, pages: int) -> float:
         """Tokens of `pages` matched pages as a share of all prompt tokens."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
+from kvkeep.misses import MissStats
 from kvkeep.stats import CacheStats, Histogram
 from kvkeep.telemetry.snapshot import CacheKey, CacheSnapshot, WaitingStats
 from kvkeep.transfer.tally import TransferStats
@@ -34,6 +35,8 @@ class KvkeepCollector(Collector):
             add_cache(metrics, one.cache)
             if one.transfers is not None:
                 add_transfers(metrics, one.transfers)
+            if one.misses is not None:
+                add_misses(metrics, one.misses)
             if one.service is not None:
                 add_service(metrics, one.service)
         return iter(metrics)
@@ -117,6 +120,16 @@ def add_cache(to: Metrics, stats: CacheStats) -> None:
     to.counter("evicted_pages", text, stats.pages_demoted, how="demoted")
     to.counter("evicted_pages", text, had_copy, how="clean")
     to.counter("evicted_pages", text, stats.pages_lost, how="lost")
+
+
+def add_misses(to: Metrics, stats: MissStats) -> None:
+    """Why tokens were not found."""
+    for cause, tokens in stats.tokens.items():
+        to.counter("missed_tokens", "Prompt tokens that were not taken from the cache, by cause.", tokens, cause=cause)
+    for cause, stops in stats.stops.items():
+        to.counter("match_stops", "Matches that stopped short of their prompt, by cause.", stops, cause=cause)
+    text = "How long ago the page had been evicted at which a match stopped."
+    to.histogram("evicted_age_seconds", text, stats.evicted_age)
 
 
 def add_transfers(to: Metrics, stats: TransferStats) -> None:

@@ -6,6 +6,7 @@ Must not count anything itself.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvkeep.misses import MissStats
 from kvkeep.stats import CacheStats, Histogram
 from kvkeep.transfer.tally import TransferStats
 
@@ -40,9 +41,13 @@ class WaitingStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """One cache.   transfers: None when it has no host tier.   service: None when no service has it."""
+    """One cache.   transfers: None when it has no host tier.   service: None when no service has it.
+
+    misses: why tokens were not found; None without a miss ledger.
+    """
 
     key: CacheKey
     cache: CacheStats
     transfers: TransferStats | None = None
     service: WaitingStats | None = None
+    misses: MissStats | None = None

@@ -12,6 +12,8 @@ COUNTING = "kvkeep/counting.py"
 ADMISSION = "kvkeep/admission.py"
 CACHE = "kvkeep/cache.py"
 
+MISSES = "kvkeep/misses.py"
+MISS_TESTS = "tests/core/test_misses.py::"
 CASES = "tests/core/test_cache_cases.py::"
 ROWS = "tests/core/test_invariants_rows.py::"
 NAIVE_CACHE = "tests/core/test_cache.py::test_a_cache_equals_the_naive_one[CacheMachine]"
@@ -244,5 +246,41 @@ BUGS: tuple[Bug, ...] = (
         "short = count - ledger.free",
         "short = count - ledger.free - ledger.idle",
         (NAIVE_CACHE,),
+    ),
+    # ------------------------------------------------------------------ the miss ledger
+    Bug(
+        "misses-take-demotions-for-evictions",
+        MISSES,
+        "if reason in _LEFT:",
+        "if reason:",
+        (MISS_TESTS + "test_pages_that_host_memory_has",),
+    ),
+    Bug(
+        "misses-keep-requests-that-ended",
+        MISSES,
+        "for name in self._names_of.pop(number, ()):",
+        "for name in self._names_of.pop(-number, ()):",
+        (MISS_TESTS + "test_a_request_in_flight_has_it_already",),
+    ),
+    Bug(
+        "misses-never-forget",
+        MISSES,
+        "if len(names) > count + count // 16 else ()",
+        "if len(names) < 0 else ()",
+        (MISS_TESTS + "test_names_are_forgotten_the_oldest_first",),
+    ),
+    Bug(
+        "misses-other-listeners-hear-nothing",
+        CACHE,
+        "Both(self._misses, listener) if listener is not None else self._misses",
+        "self._misses",
+        (MISS_TESTS + "test_every_token_has_its_place_and_listeners_hear_the_same",),
+    ),
+    Bug(
+        "misses-resumed-requests-are-prompts",
+        ADMISSION,
+        "if self._misses is not None and reuse is not None:",
+        "if self._misses is not None:",
+        (MISS_TESTS + "test_a_resumed_request_is_no_prompt",),
     ),
 )
