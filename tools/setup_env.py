@@ -39,7 +39,7 @@ NO_STAMP = Stamp("", "")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make .venv, or bring it up to date.")
-    parser.add_argument("--extras", default="engine,dev", help="extras of kvkeep to install (%(default)s)")
+    parser.add_argument("--extras", default="engine,replay,dev", help="extras of kvkeep to install (%(default)s)")
     arguments = parser.parse_args()
     if sys.version_info < OLDEST:
         fail(
