@@ -34,6 +34,10 @@ demo: setup ## the main job: agent sessions answered from kept pages (ARGS="--se
 bench: setup ## measure the index against its floors (ARGS="--json FILE")
 	@.venv/bin/kvkeep bench index $(ARGS)
 
+.PHONY: gpu-check
+gpu-check: setup ## on a CUDA machine (EXTRAS=engine,cuda,dev): copies, bytes and blocking calls, 8 minutes at most
+	@.venv/bin/kvkeep bench gpu_check --json bench/results/gpu_check.json $(ARGS)
+
 .PHONY: lint
 lint: setup ## format, lint, types, layers: all four, then the verdict
 	@failed=; \

@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_DEVICE = "no CUDA device"
+NOT_INSTALLED = "which is not installed"
 WORDS_MAX = 600
 
 #: The tests that meet a real device where there is one; the machine may lack what other tests need.

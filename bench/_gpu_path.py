@@ -26,6 +26,7 @@ from kvkeep.transfer.backend import NO_WAIT
 
 SEED = 5
 SHORT_PAGES = 4
+STRETCH = "kvkeep admit path"
 
 #: Calls that hold up whoever makes them, or every stream of the device.
 BLOCKING = frozenset(
@@ -47,40 +48,68 @@ def blocking(names: Iterable[str]) -> list[str]:
     return sorted(name for name in set(names) if name.partition("_")[0] in BLOCKING)
 
 
-@dataclass
 class Observed:
-    """What a stretch of code has called, by its name and how often.   by_us: its own."""
+    """What a stretch of code calls, by name and how often: torch's calls by its profiler, ours by the api itself.
 
-    names: Counter[str] = field(default_factory=Counter)
+    with observed(machine) as seen:
+        ...                     nothing of this counts: the profiler itself waits for the device when it ends
+        with seen.stretch():
+            ...                 this does
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.names: Counter[str] = Counter()
 
     @property
     def cuda(self) -> dict[str, int]:
         """Only calls of CUDA."""
         return {name: count for name, count in sorted(self.names.items()) if name.startswith("cu")}
 
+    @contextmanager
+    def stretch(self) -> Iterator[None]:
+        """Everything in here is seen."""
+        from torch.profiler import record_function
+
+        calls = self._machine.calls = []
+        try:
+            with record_function(STRETCH):
+                yield
+        finally:
+            self._machine.calls = None
+            self.names.update(calls)
+
 
 @contextmanager
 def observed(machine: Machine) -> Iterator[Observed]:
-    """Everything in here is seen: torch's calls by its profiler, ours by the api itself."""
+    """`names` are there afterwards."""
     from torch.profiler import ProfilerActivity, profile
 
-    seen = Observed()
-    machine.calls = []
+    seen = Observed(machine)
     activities = [ProfilerActivity.CPU]
     if machine.torch_device.startswith("cuda"):
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
         yield seen
-    seen.names.update(event.name for event in profiler.events() or [])
-    seen.names.update(machine.calls or [])
-    machine.calls = None
+    seen.names.update(names_within(profiler.events() or [], STRETCH))
+
+
+def names_within(events: Iterable[Any], stretch: str) -> list[str]:
+    """Names of a profiler's events that began while the one called `stretch` ran, on whatever thread."""
+    all_of_them = list(events)
+    ranges = [event.time_range for event in all_of_them if event.name == stretch]
+    return [
+        event.name
+        for event in all_of_them
+        if event.name != stretch and any(one.start <= event.time_range.start <= one.end for one in ranges)
+    ]
 
 
 def control(machine: Machine) -> tuple[list[str], list[str]]:
     """Blocking calls made on purpose, by torch and by the api: what the observer sees of either."""
-    with observed(machine) as torchs:
+    with observed(machine) as torchs, torchs.stretch():
         machine.block()
-    with observed(machine) as ours, machine.api.on_device():
+    with observed(machine) as ours, ours.stretch(), machine.api.on_device():
         machine.api.free([], [machine.api.new_device_memory(4096)])
     return blocking(torchs.names), blocking(ours.names)
 
@@ -189,8 +218,6 @@ def _one_walk(machine: Machine, path: Path) -> Walk:
     machine.settle()
     took: dict[str, float] = {}
     waited: list[str] = []
-    event = machine.busy()
-    path.cache.fence(event)
 
     def blocked(name: str, call: Callable[[], Any]) -> Any:
         before, start = event.query(), now_ns()
@@ -201,7 +228,10 @@ def _one_walk(machine: Machine, path: Path) -> Walk:
         return result
 
     with observed(machine) as seen:
-        path.walk(blocked)
+        event = machine.busy()  # not before: a profiler takes its time to begin
+        path.cache.fence(event)
+        with seen.stretch():
+            path.walk(blocked)
         outlasted = not event.query()
     machine.end_busy(event)
     path.cache.fence(NO_WAIT)

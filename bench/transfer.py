@@ -72,7 +72,10 @@ def run(arguments: list[str]) -> Report:
     submits: dict[str, dict[str, list[float]]] = {name: {} for name in MANAGER}
     every = [*_rate_cases(sizes, options.threads), *_manager_cases(sizes, submits), *_admission_cases(sizes)]
     measured = measure(every, options.rounds or sizes.rounds)
-    simulated = measure(list(_simulations(sizes)), sizes.sim_rounds)  # its processes would evict the pools above
+    per_cpu_s: dict[str, list[float]] = {name: [] for name in SIMULATIONS}
+    simulated = measure(
+        list(_simulations(sizes, per_cpu_s)), sizes.sim_rounds
+    )  # its processes would evict the pools above
     plain = [entry for name, entry in measured.items() if name.startswith("memcpy")]
     floor = max(plain, key=lambda entry: entry.median)
     rows = [_rate_row(FLOOR, f"the best of plain memcpy: {floor.case.what}", floor, None)]
@@ -81,7 +84,7 @@ def run(arguments: list[str]) -> Report:
         rows.append(_rate_row(name, what, measured[name], None if ratio is None else (ratio, floor)))
     rows += [row(measured[name], measured) for name in (*MANAGER, *ADMISSIONS)]
     rows += _submit_rows(submits)
-    rows += [_simulation_row(entry) for entry in simulated.values()]
+    rows += [_simulation_row(entry, per_cpu_s[name]) for name, entry in simulated.items()]
     metrics = {name: entry.metric() for name, entry in measured.items() if name in (*MANAGER, *ADMISSIONS)}
     metrics |= {name: _rate(measured[name]) for name in RATES}
     metrics[FLOOR] = _rate(floor)
@@ -139,10 +142,10 @@ def _admission_cases(sizes: Sizes) -> Iterator[Case]:
         yield Case(name, what, host_hits.admissions(pages, max(sizes.plans // 5, 2)), limit)
 
 
-def _simulations(sizes: Sizes) -> Iterator[Case]:
+def _simulations(sizes: Sizes, per_cpu_s: dict[str, list[float]]) -> Iterator[Case]:
     for name, (checked, _) in SIMULATIONS.items():
         what = f"simulated operations, invariants {'checked after each' if checked else 'looked at in the end only'}"
-        sample = simulating.operations(sizes.seeds, checked=checked)
+        sample = simulating.operations(sizes.seeds, checked=checked, per_cpu_s=per_cpu_s[name])
         yield Case(name, f"{what}: {simulating.PROCESSES} processes together", sample, unit="ops/s")
 
 
@@ -177,9 +180,10 @@ def _rate_row(name: str, what: str, entry: Measured, held: tuple[float, Measured
     return out
 
 
-def _simulation_row(entry: Measured) -> dict[str, JsonValue]:
+def _simulation_row(entry: Measured, per_cpu_s: list[float]) -> dict[str, JsonValue]:
     """A limit of a rate: a slow moment of the machine lowers it, as it raises one of a time."""
     out = _rate_row(entry.case.name, entry.case.what, entry, None)
+    out["ops_per_cpu_s"] = round(median(per_cpu_s), 2)
     _, limit = SIMULATIONS[entry.case.name]
     if limit is not None:
         bound = limit / max(1.0, entry.spin / SPIN_QUIET_US)

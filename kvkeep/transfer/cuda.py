@@ -153,8 +153,10 @@ class CudaBackend:
                 raise BackendDied(f"{len(self._by_job)} copies were not over after {timeout_s:g} s")
             self.wait(until - time.monotonic())
             out += self.completions()
+        streams, events = list(self._streams.values()), self._free_events
+        self._streams, self._free_events = {}, []  # a handle is given back once
         with suppress(CudaFault), self._api.on_device():
-            self._api.destroy(list(self._streams.values()), self._free_events)
+            self._api.destroy(streams, events)
             self._copier.free()
         return out
 

@@ -113,6 +113,7 @@ class Copier:
         """Gives the pinned memory back; no copy may be queued any more."""
         if self._descriptors is not None:
             self._api.free([self._tables, self._descriptors.address], [])
+            self._descriptors = None
 
     def _run_kernel(self, descriptor: int, pages: int, to_host: bool, stream: Stream) -> None:
         where = self.addresses

@@ -164,6 +164,21 @@ def test_calls_that_block_are_seen():
     assert "admit a hit in host memory" in rows["calls_that_waited"]["waited"]
 
 
+def test_stream_that_is_idle_is_no_proof(monkeypatch: pytest.MonkeyPatch):
+    """Where the model's stream has nothing to do a call that waits for it would not show, and the check fails."""
+    machine = CpuMachine()
+    busy = machine.busy
+
+    def done_at_once() -> Any:
+        event = busy()
+        machine.end_busy(event)
+        return event
+
+    monkeypatch.setattr(machine, "busy", done_at_once)
+    row = rows_of(check(machine, [parts._admit_path]))["calls_that_waited"]
+    assert (False, []) == (row["reached"], row["waited"])
+
+
 def test_observer_that_sees_nothing_is_no_proof(monkeypatch: pytest.MonkeyPatch):
     """Where a blocking call made on purpose is not seen, the check fails."""
     machine = CpuMachine()
@@ -195,16 +210,22 @@ def test_names_of_calls_that_block():
     assert [] == blocking(fine)
 
 
-def test_profiler_range_ends_where_it_should():
-    """What torch does inside is named; what it does before and after is not."""
+def test_stretch_ends_where_it_should():
+    """What is called in it is named; what is called beside it while the profiler runs is not: a profiler waits for its
+    device when it ends."""
     import torch
 
     machine = CpuMachine()
-    torch.ones(3).cumsum(0)
     with observed(machine) as seen:
-        torch.ones(3).flip(0)
-    torch.ones(3).cumsum(0)
-    assert seen.names["aten::flip"] and not seen.names["aten::cumsum"]
+        torch.ones(3).cumsum(0)
+        machine.api.note("cuBefore")
+        with seen.stretch():
+            torch.ones(3).flip(0)
+            machine.api.note("cuWithin")
+        machine.block()
+        machine.api.note("cuAfter")
+    assert seen.names["aten::flip"] and not seen.names["aten::cumsum"] and not blocking(seen.names)
+    assert {"cuWithin": 1} == seen.cuda
     assert None is machine.calls
 
 

@@ -50,6 +50,7 @@ def test_checked_simulation_is_held_against_its_limit(quick: Report):
     assert bound == pytest.approx(2_000_000 / 360 / max(1.0, spin / 300), rel=0.01)
     assert checked["reached"] == (median >= bound)
     assert "2 processes" in str(checked["what"])
+    assert float(str(checked["ops_per_cpu_s"])) > 0
 
 
 def test_seed_that_fails_is_no_rate():

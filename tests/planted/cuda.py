@@ -8,8 +8,14 @@ from tests.planted.bug import Bug
 API = "kvkeep/transfer/cuda_api.py"
 ADDRESSES = "kvkeep/transfer/addresses.py"
 
+CUDA = "kvkeep/transfer/cuda.py"
+PARTS = "bench/_gpu_parts.py"
+PATH = "bench/_gpu_path.py"
+
 API_TESTS = "tests/transfer/test_cuda_api.py::"
 CUDA_TESTS = "tests/transfer/test_cuda.py::"
+
+CHECK_TESTS = "tests/bench/test_gpu_check.py::"
 
 MOVES = API_TESTS + "test_pages_go_down_and_come_back"
 
@@ -76,5 +82,61 @@ BUGS: tuple[Bug, ...] = (
         "pages = max(1, min(nbytes // like.page_nbytes, pieces_max // like.pieces))",
         "pages = max(1, min(nbytes // like.page_nbytes, pieces_max))",
         (CUDA_TESTS + "test_calibration_of_tiny_pieces_is_short",),
+    ),
+    Bug(
+        "gpu-check-asks-for-half",
+        PARTS,
+        "ONE_DIRECTION = 0.90",
+        "ONE_DIRECTION = 0.50",
+        (CHECK_TESTS + "test_limits_of_rates",),
+    ),
+    Bug(
+        "gpu-check-overlooks-versions-of-calls",
+        PATH,
+        'if name.partition("_")[0] in BLOCKING',
+        "if name in BLOCKING",
+        (CHECK_TESTS + "test_names_of_calls_that_block",),
+    ),
+    Bug(
+        "gpu-check-sees-beside-the-path",
+        PATH,
+        "if event.name != stretch and any(one.start <= event.time_range.start <= one.end for one in ranges)",
+        "if event.name != stretch",
+        (CHECK_TESTS + "test_stretch_ends_where_it_should",),
+    ),
+    Bug(
+        "gpu-check-believes-an-idle-stream",
+        PARTS,
+        '"reached": not walked.waited and walked.outlasted,',
+        '"reached": not walked.waited,',
+        (CHECK_TESTS + "test_stream_that_is_idle_is_no_proof",),
+    ),
+    Bug(
+        "gpu-check-believes-a-blind-observer",
+        PARTS,
+        '"reached": bool(by_torch and by_api),',
+        '"reached": bool(by_torch or by_api),',
+        (CHECK_TESTS + "test_observer_that_sees_nothing_is_no_proof",),
+    ),
+    Bug(
+        "gpu-check-is-fine-without-its-parts",
+        PARTS,
+        'yield {"metric": name, "note": "not run: the time was over", "reached": False}',
+        'yield {"metric": name, "note": "not run: the time was over"}',
+        (CHECK_TESTS + "test_parts_beyond_the_time_are_missed",),
+    ),
+    Bug(
+        "cuda-closes-its-streams-twice",
+        CUDA,
+        "self._streams, self._free_events = {}, []",
+        "self._free_events = []",
+        (CUDA_TESTS + "test_close_gives_everything_back",),
+    ),
+    Bug(
+        "bench-keeps-the-help-of-its-cases",
+        "kvkeep/cli.py",
+        'arguments.case_arguments.append("--help")',
+        "arguments.parser.print_help()",
+        ("tests/cli/test_benching.py::test_every_case_lists_its_own_options",),
     ),
 )

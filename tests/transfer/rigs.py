@@ -37,6 +37,7 @@ class Rig:
     kill: makes the backend die.   fail_next: makes jobs that are launched from now on fail.
     new_event: an event that is done when a test sets `done`.
     let_go: from now on time passes without ticks, as it does on a device.
+    settle: waits until what the test itself has written is there.
     in_order: a job that waits for its event holds up those of its direction behind it, as on a stream.
     """
 
@@ -48,6 +49,7 @@ class Rig:
     fail_next: Callable[[], None]
     new_event: "Callable[..., Flag | ComputeEvent | DeviceFlag]" = Flag
     let_go: Callable[[], None] = lambda: None
+    settle: Callable[[], None] = lambda: None
     in_order: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class Rig:
 
     def launch(self, plan: Plan, after: After = NO_WAIT) -> Job:
         """Launches a plan as a manager would."""
+        self.settle()
         job = Job(JobNumber(self._jobs), plan, after, len(plan) * self.backend.page_nbytes, 0.0)
         self._jobs += 1
         self.backend.launch(job)
@@ -189,9 +192,24 @@ def cuda_rig(kind: str) -> Iterator[Rig]:
     def tick() -> None:
         time.sleep(0.001)
 
-    yield Rig(backend, device, pool.memory, tick, cannot, cannot, DeviceFlag, in_order=True)
-    torch.cuda.synchronize()
-    pool.close()
+    def settle() -> None:
+        """Of this stream only: others wait for flags."""
+        torch.cuda.current_stream().synchronize()
+
+    flags: list[DeviceFlag] = []
+
+    def new_event(done: bool = False) -> DeviceFlag:
+        flags.append(DeviceFlag(done))
+        return flags[-1]
+
+    try:
+        yield Rig(backend, device, pool.memory, tick, cannot, cannot, new_event, settle=settle, in_order=True)
+    finally:
+        for flag in flags:
+            flag.done = True  # or waiting for the device would be for ever
+        torch.cuda.synchronize()
+        backend.close(PATIENCE_S)
+        pool.close()
 
 
 class DeviceFlag:
@@ -218,6 +236,9 @@ class DeviceFlag:
 
     @done.setter
     def done(self, value: bool) -> None:
+        import torch
+
+        torch.cuda.current_stream().synchronize()  # what the test has written before is there
         self._word[0] = int(value)
 
     def query(self) -> bool:

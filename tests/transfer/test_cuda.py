@@ -278,11 +278,12 @@ def test_close_gives_up_on_a_copy_that_never_ends():
 
 @needs_compiler
 def test_close_gives_everything_back():
-    """Streams, events and pinned memory."""
+    """Streams, events and pinned memory, each once."""
     bench = Bench("kernel")
     bench.api.moves_itself = True
     bench.launch(plan("promote", [1], [2]))
     assert 1 == len(bench.backend.close(10.0))
+    assert [] == bench.backend.close(10.0), "once"
     assert ({}, [], 0) == (bench.api.memory, bench.api.streams, bench.api.events)
     bench.pool.close()
     assert {} == bench.api.registered
