@@ -345,8 +345,8 @@ class TieredCache:
         done = self.transfers.poll()
         with self._lock:
             self._apply(done)
-            if self._ledger.free < self._room.window:
-                self._traffic.clean(self._room.window)
+            if self._ledger.free < self._room.ahead:
+                self._traffic.clean(self._room.window, self._room.ahead)
         self.transfers.start()
         return len(done)
 

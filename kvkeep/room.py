@@ -8,6 +8,7 @@ dropped when it cannot (a running decode), or when its place below would cost a 
 
 import time
 from array import array
+from collections import deque
 from collections.abc import Mapping
 
 from kvkeep.copies import Copy
@@ -21,6 +22,8 @@ from kvkeep.traffic import Traffic
 #: The coldest pages of the GPU pool that are kept copied down, and may leave in another order: a sixteenth of the pool,
 #: so that an admission of that size finds clean pages, within bounds that keep a round of cleaning short.
 WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
+#: Where one of the last admissions asked for more than that, as many are kept copied down: the next may ask for them.
+ADMISSIONS_REMEMBERED = 16
 
 
 class Drains:
@@ -41,7 +44,7 @@ class Room:
 
     leases: the live ones.   traffic: the copies to a host tier; None without one.
     window: how many of the coldest pages may leave in another order than the eviction order's: those with a host copy
-        first.
+        first.   ahead: how many of the coldest are kept copied down, while there are free places for them.
     pages_evicted: pages that have left the GPU pool.   pages_demoted: of those, the ones copied down on the way.
     pages_lost: of those, the ones whose last copy that was.   evict_ns: what finding them took.
     """
@@ -54,6 +57,8 @@ class Room:
         self.window = min(max(ledger.total // 16, WINDOW_PAGES_MIN), WINDOW_PAGES_MAX)
         if tree.host is not None:  # of a small lower tier, copies made ahead of need must not take most places
             self.window = min(self.window, tree.host.ledger.total // 4)
+        self.ahead = self.window
+        self._asked: deque[int] = deque(maxlen=ADMISSIONS_REMEMBERED)
         self.pages_evicted = 0
         self.pages_demoted = 0
         self.pages_lost = 0
@@ -66,6 +71,8 @@ class Room:
         Raises `OutOfPages`, before anything has been dropped, when free and droppable pages do not suffice.
         """
         ledger = self._ledger
+        if drains is not None:
+            self._expect(count)
         short = count - ledger.free
         if short <= 0:
             return ledger.open(count, owner)
@@ -103,6 +110,13 @@ class Room:
         return OutOfPages(asked=asked, short=short, in_flight=copying, held=held, total=self._ledger.total)
 
     # ------------------------------------------------------------------ two tiers
+
+    def _expect(self, count: int) -> None:
+        """An admission asks for `count` pages; others will ask for as many."""
+        if self._tree.host is not None:
+            self._asked.append(count)
+            largest = min(max(self._asked), WINDOW_PAGES_MAX, self._tree.host.ledger.total // 4)
+            self.ahead = max(self.window, largest)
 
     def _evict(self, count: int, owner: int, traffic: Traffic, drains: "Drains | None") -> "array[int]":
         """Up to `count` pages: OPEN ones, which it returns, and ones added to `drains`."""

@@ -182,25 +182,35 @@ class Traffic:
         self._gpu.drain(self._tree.leave(run, count), heir)
         return copy
 
-    def clean(self, window: int) -> int:
-        """Copies down what of the `window` coldest pages has no host copy, if the link is idle; how many pages."""
+    def clean(self, window: int, ahead: int) -> int:
+        """Copies down, if the link is idle, what of the coldest pages has no host copy; how many pages.
+
+        Those of the `window` coldest may take places of other copies; those up to `ahead` only free ones.
+        """
         if not self._manager.idle:
             return 0
+        free = self._host.free
+        return self._clean(window, None) or (self._clean(min(ahead, window + free), free) if free else 0)
+
+    def _clean(self, window: int, places: int | None) -> int:
+        """Copies down what of the `window` coldest pages has no host copy, `places` at most if that is not None."""
         order, seen, total = self._tree.gpu.order, [], 0
         while window > 0 and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)
             count = self._gpu.idle_tail(run.pages, min(self._tree.coldest_stretch(run), window))
             window -= count
-            dirty, copied = self._clean_tail(run, count)
+            dirty, copied = self._clean_tail(run, count, places)
             total += copied
+            if places is not None:
+                places -= copied
             if copied < dirty:
                 break  # what a colder page did not get a hotter one must not take: the colder would take it over
         for run in seen:
             order.offer(run)
         return total
 
-    def _clean_tail(self, run: Run, count: int) -> tuple[int, int]:
+    def _clean_tail(self, run: Run, count: int, places: int | None) -> tuple[int, int]:
         """Copies down the pages of the last `count` of `run` that have no host copy, the deepest such stretch of them.
 
         Returns how many those are, and how many of them are copied.
@@ -208,7 +218,10 @@ class Traffic:
         clean = run.clean_tail(count)
         last = len(run.pages) - clean
         dirty = run.dirty_tail(last, count - clean)
-        count = self._room(dirty, run.stretch(run.start + last - 1)[0]) if dirty else 0
+        if places is None:
+            count = self._room(dirty, run.stretch(run.start + last - 1)[0]) if dirty else 0
+        else:
+            count = min(dirty, places)
         if not count or self._store("clean", run, run.start + last - count, count) is None:
             return dirty, 0
         return dirty, count

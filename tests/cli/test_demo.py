@@ -60,6 +60,22 @@ def test_sessions_that_push_each_other_out_come_back_from_host_memory(kvkeep: Ru
     assert all(row["ttft_gpu_hit_ms"] > 0 for row in got["rows"])
 
 
+def test_private_sessions_change_places_whole_and_nobody_waits_for_room(kvkeep: Run, tmp_path: Path):
+    """In a pool of a quarter of what they grow to, each turn's hit is all in host memory, and none waits for room."""
+    done = kvkeep("demo", *TINY, "--sessions", "4", "--turns", "3", "--max-new-tokens", "6", "--pool-pages", "32",
+                  "--host-pages", "160", "--private", "--json", "out.json")  # fmt: skip
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "a pool of 32 pages, 25% of the 128 that the sessions grow to" in done.stdout
+    got = json.loads((tmp_path / "out.json").read_text())
+    value = {name: metric["value"] for name, metric in got["metrics"].items()}
+    assert (1, 0, 0) == (value["outputs_identical"], value["stalls"], value["stall_s"])
+    assert pytest.approx(0.25) == value["pool_share"]
+    for row in got["rows"]:
+        assert row["matched_tokens"] > 0 or row["turn"] == 1
+        if row["matched_tokens"] == row["matched_gpu_hit_tokens"]:  # one that is cheap to compute may be computed
+            assert row["matched_tokens"] == row["matched_host_tokens"]
+
+
 def test_pages_that_went_bad_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None):
     """When kept pages are zeroed between requests, the outputs differ, the demo says so and ends with exit code 1."""
     from kvkeep.cache import TieredCache

@@ -282,6 +282,20 @@ BUGS: tuple[Bug, ...] = (
         (TIERS + "test_a_hot_chain_is_never_promoted_again",),
     ),
     Bug(
+        "room-does-not-expect-large-admissions",
+        ROOM,
+        "self.ahead = max(self.window, largest)",
+        "self.ahead = self.window",
+        (FOUND + "test_as_many_pages_are_copied_down_ahead_as_an_admission_may_ask_for",),
+    ),
+    Bug(
+        "traffic-copies-far-ahead-take-places-of-others",
+        TRAFFIC,
+        "self._clean(min(ahead, window + free), free)",
+        "self._clean(min(ahead, window + free), None)",
+        (FOUND + "test_what_is_copied_far_ahead_takes_no_place_of_another_copy",),
+    ),
+    Bug(
         "room-copies-ahead-of-need-fill-a-small-tier",
         ROOM,
         "self.window = min(self.window, tree.host.ledger.total // 4)",

@@ -101,6 +101,31 @@ def test_copies_ahead_of_need_leave_a_small_tier_its_places() -> None:
     assert (4, 3) == (rig.host_cached, rig.host_only)
 
 
+def test_as_many_pages_are_copied_down_ahead_as_an_admission_may_ask_for() -> None:
+    """Where requests are as large as the pool, the next one finds that the last one's pages have host copies."""
+    rig = Rig(pages=32, tier_pages=128)
+    rig.serve([1] * 62)
+    rig.settle()
+    assert 31 == rig.host_cached
+    assert rig.admitted([7] * 62).readable
+    assert not rig.jobs("demote")
+
+
+def test_what_is_copied_far_ahead_takes_no_place_of_another_copy() -> None:
+    """Beyond the window, pages are copied into free places only: no hit is given away for a copy of a page."""
+    rig = Rig(pages=32, tier_pages=40)
+    rig.serve([1] * 62)
+    rig.push_out()
+    rig.serve([2] * 62)
+    rig.settle()
+    before = rig.host_only
+    assert 31 == before
+    rig.poll()
+    rig.settle()
+    assert before == rig.host_only
+    assert 60 == rig.matched([1] * 62)
+
+
 def test_cleaning_does_not_push_out_pages_that_are_hotter() -> None:
     """The coldest page finds no place in host memory; a hotter one that does would lose it to it, again and again."""
     rig = Rig(pages=13, tier_pages=8)

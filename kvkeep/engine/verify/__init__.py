@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Mode = Literal["strict", "same-schedule"]
 
 # Compared requests where nobody says how many: the fixed scenarios, about 200, and some drawn at random.
-CASES_DEFAULT = 240
+CASES_DEFAULT = 220
 COST_PAIRS = 5
 SHOWN_MAX = 10
 
