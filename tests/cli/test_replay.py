@@ -72,6 +72,14 @@ def test_two_tiers_and_a_tight_pool(kvkeep: Run, trace: Path, tmp_path: Path):
     assert "hits below, 40 tokens" in done.stdout
 
 
+def test_the_best_possible_has_both_tiers(kvkeep: Run, trace: Path, tmp_path: Path):
+    """A page above and 24 below hold all there is: as many hits as a pool that knows the future."""
+    words = ("--gpu-tokens", "4", "--cpu-tokens", "96", "--accounting", "reference")
+    assert 0 == kvkeep("replay", "t.jsonl.gz", *words, *OPTIONS).returncode
+    found = values(tmp_path)
+    assert (0.5, 0.5) == (found["hit_share"], found["best_hit_share"])
+
+
 def test_the_best_possible_can_be_left_out(kvkeep: Run, trace: Path, tmp_path: Path):
     """Then it is null in the report, and not in the table."""
     done = kvkeep("replay", "t.jsonl.gz", "--gpu-tokens", "20", "--no-best", *OPTIONS)

@@ -165,6 +165,6 @@ BUGS: tuple[Bug, ...] = (
         COMMAND,
         "both = settings.gpu_tokens // options.page_size + settings.cpu_tokens // options.page_size",
         "both = settings.gpu_tokens // options.page_size",
-        ("tests/cli/test_replay.py::test_two_tiers_and_a_tight_pool",),
+        ("tests/cli/test_replay.py::test_the_best_possible_has_both_tiers",),
     ),
 )

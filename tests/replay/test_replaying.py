@@ -223,17 +223,18 @@ def test_a_slow_link_holds_a_request_up():
 
 
 def test_requests_are_prefilled_one_at_a_time():
-    """Two prompts that load at the same time take twice as long to prefill as one."""
+    """Of two prompts that load at the same time the second is prefilled after the first, and a third after both."""
     requests = [Request(n, n, 40, 40, 40, 0.0) for n in range(2)]
     ids = [100 * n + np.arange(40, dtype=np.int32) for n in range(2)]
     trace = Trace("t", "3", None, ids, [[requests[0]], [requests[1]]], "shared")
     settings = Settings(21 * PAGE, 40 * PAGE, prefill_tokens_per_s=1.0, link_tokens_per_s=1e6)
     again = [request._replace(time_s=1000.0) for request in requests]
     other = Request(2, 2, 80, 80, 80, 500.0)
-    trace.chains.append(200 + np.arange(80, dtype=np.int32))
-    done = replay(Pages(trace, PAGE), Arrivals([*requests, other, *again], True), settings)
+    third = Request(3, 3, 4, 4, 4, 1005.0)
+    trace.chains.extend((200 + np.arange(80, dtype=np.int32), 300 + np.arange(4, dtype=np.int32)))
+    done = replay(Pages(trace, PAGE), Arrivals([*requests, other, *again, third], True), settings)
     assert 16 <= done.counts.matched_pages_cpu
-    assert 1000 + 2 * PAGE <= done.simulated_s  # of each prompt the last page is computed
+    assert 1000 + 3 * PAGE <= done.simulated_s  # of each prompt a page is computed, at a token a second
 
 
 def test_copies_of_one_direction_go_one_after_the_other():
