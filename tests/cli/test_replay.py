@@ -61,15 +61,30 @@ def test_the_report_has_the_numbers(kvkeep: Run, trace: Path, tmp_path: Path):
 
 def test_two_tiers_and_a_tight_pool(kvkeep: Run, trace: Path, tmp_path: Path):
     """What has left a pool of 5 pages is found below, and what is evicted is counted."""
-    words = ("--gpu-tokens", "20", "--cpu-tokens", "40", "--order", "rotate:2", "--no-best")
+    words = ("--gpu-tokens", "20", "--cpu-tokens", "40", "--order", "rotate:2")
     done = kvkeep("replay", "t.jsonl.gz", *words, *OPTIONS)
     assert 0 == done.returncode, done.stderr
     found = values(tmp_path)
     # (12 - 1) // 4 full pages of each session's first turn: all but what the pool still has is below.
     assert 4 == found["matched_pages_gpu"] + found["matched_pages_cpu"] and 2 <= found["matched_pages_cpu"]
     assert found["pages_evicted"] and found["evict_us_per_page"] > 0
-    assert None is found["best_hit_share"]
-    assert "hits below, 40 tokens" in done.stdout and "best possible" not in done.stdout
+    assert 4 * PAGE / 48 == found["best_hit_share"]
+    assert "hits below, 40 tokens" in done.stdout
+
+
+def test_the_best_possible_has_both_tiers(kvkeep: Run, trace: Path, tmp_path: Path):
+    """A page above and 24 below hold all there is: as many hits as a pool that knows the future."""
+    words = ("--gpu-tokens", "4", "--cpu-tokens", "96", "--accounting", "reference")
+    assert 0 == kvkeep("replay", "t.jsonl.gz", *words, *OPTIONS).returncode
+    found = values(tmp_path)
+    assert (0.5, 0.5) == (found["hit_share"], found["best_hit_share"])
+
+
+def test_the_best_possible_can_be_left_out(kvkeep: Run, trace: Path, tmp_path: Path):
+    """Then it is null in the report, and not in the table."""
+    done = kvkeep("replay", "t.jsonl.gz", "--gpu-tokens", "20", "--no-best", *OPTIONS)
+    assert (0, None) == (done.returncode, values(tmp_path)["best_hit_share"])
+    assert "best possible" not in done.stdout
 
 
 def test_bad_lines_are_refused_or_counted(kvkeep: Run, trace: Path, tmp_path: Path):

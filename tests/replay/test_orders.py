@@ -28,6 +28,8 @@ def test_rotation():
     assert not arrivals.timed
     assert [(0, 1), (1, 1), (3, 1), (1, 2), (3, 2), (3, 3)] == [(r.session, r.prompt_len) for r in arrivals.requests]
     assert [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] == [r.time_s for r in arrivals.requests]
+    arrivals = Order("rotate", 2).arrivals(trace("none", [0, 0], [0], [0, 0]))
+    assert [(0, 1), (1, 1), (0, 2), (2, 1), (2, 2)] == [(r.session, r.prompt_len) for r in arrivals.requests]
 
 
 def test_recorded():

@@ -1,6 +1,7 @@
 """Replays of small traces: against caches written plainly, against each other, and the rules of an engine by hand."""
 
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from kvkeep.config import IndexAt
 from kvkeep.errors import BadInput
 from kvkeep.index.check import check_tree
-from kvkeep.index.eviction import Tier
+from kvkeep.index.eviction import LruOrder, Tier
+from kvkeep.index.run import Run
 from kvkeep.replay.engine import Engine
+from kvkeep.replay.link import IDLE, Link
 from kvkeep.replay.orders import Order
 from kvkeep.replay.pages import Pages
 from kvkeep.replay.reference import Reference
@@ -22,6 +25,9 @@ from kvkeep.replay.replaying import best_possible, known_future, replay
 from kvkeep.replay.result import Counts, Settings
 from kvkeep.replay.seat import TraceClock, make_order
 from kvkeep.replay.trace import Arrivals, Request, Trace
+from kvkeep.transfer.backend import NO_WAIT
+from kvkeep.transfer.manager import TransferManager
+from kvkeep.transfer.plan import Plan
 from tests.replay.naive import Use, best, lru
 
 PAGE = 4
@@ -214,6 +220,53 @@ def test_a_slow_link_holds_a_request_up():
     assert (1, 9) == (free.counts.matched_pages_gpu, free.counts.matched_pages_cpu)
     assert (1, 9) == (slow.counts.matched_pages_gpu, slow.counts.matched_pages_cpu)
     assert free.simulated_s + 9 * PAGE / 4.0 <= slow.simulated_s
+
+
+def test_requests_are_prefilled_one_at_a_time():
+    """Of two prompts that load at the same time the second is prefilled after the first, and a third after both."""
+    requests = [Request(n, n, 40, 40, 40, 0.0) for n in range(2)]
+    ids = [100 * n + np.arange(40, dtype=np.int32) for n in range(2)]
+    trace = Trace("t", "3", None, ids, [[requests[0]], [requests[1]]], "shared")
+    settings = Settings(21 * PAGE, 40 * PAGE, prefill_tokens_per_s=1.0, link_tokens_per_s=1e6)
+    again = [request._replace(time_s=1000.0) for request in requests]
+    other = Request(2, 2, 80, 80, 80, 500.0)
+    third = Request(3, 3, 4, 4, 4, 1005.0)
+    trace.chains.extend((200 + np.arange(80, dtype=np.int32), 300 + np.arange(4, dtype=np.int32)))
+    done = replay(Pages(trace, PAGE), Arrivals([*requests, other, *again, third], True), settings)
+    assert 16 <= done.counts.matched_pages_cpu
+    assert 1000 + 3 * PAGE <= done.simulated_s  # of each prompt a page is computed, at a token a second
+
+
+def test_copies_of_one_direction_go_one_after_the_other():
+    """Two loads of two pages take four pages' time; a store meanwhile takes its own only."""
+    clock = TraceClock()
+    link = Link(clock, PAGE, 8.0)
+    manager = TransferManager(link, bytes_in_flight_max=1 << 40, queue_pages_max=1 << 40, deadline_s=1e9, clock=clock)
+    two, zeros = array("i", (0, 1)), array("q", (0, 0))
+    for direction, cause in (("h2d", "promote"), ("h2d", "promote"), ("d2h", "demote")):
+        manager.submit(Plan(direction, cause, two, two, zeros, zeros), after=NO_WAIT)  # type: ignore[arg-type]
+    manager.start()
+    ended = []
+    while manager.busy:
+        clock.now_s = link.next_end_s
+        ended.append((clock.now_s, sorted(done.plan.cause for done in manager.poll())))
+    assert [(1.0, ["demote", "promote"]), (2.0, ["promote"])] == ended
+    assert IDLE == link.next_end_s
+
+
+def test_an_order_is_told_the_time_of_the_trace():
+    """Whatever an order sees of a request it sees at the request's time."""
+    seen = []
+
+    class Spy(LruOrder):
+        def offer(self, run: Run) -> None:
+            seen.append(clock())
+            super().offer(run)
+
+    clock = TraceClock()
+    requests = [Request(0, 0, 8, 8, 8, 2.5), Request(0, 0, 12, 12, 12, 7.0)]
+    Reference(Pages(chain(*requests), PAGE), 100, Spy(), clock).replay(requests)
+    assert [2.5, 7.0] == seen
 
 
 def test_an_empty_prompt_is_not_served():
