@@ -51,6 +51,7 @@ class Sizes:
     rate_nbytes: of a pool.   block_nbytes: a copy of the floor.   page_nbytes, piece_nbytes: pages of one piece, and
     pieces of which a page has 64.   rounds: in which all rates are measured.   trip: the layout and the pages that go
     there and back.   pin_pages: of 16 MiB.   path: the cache's.   hits: pages of the prompt, times.
+    commands_s, tests_s: seconds that a command, and the tests of the device, may take.
     """
 
     rate_nbytes: int
@@ -63,7 +64,8 @@ class Sizes:
     path: PathSizes
     path_layout: PageLayout
     hits: tuple[PageLayout, int, int]
-    commands_s: float = 120.0
+    commands_s: float = 100.0
+    tests_s: float = 150.0
     device_tests: bool = True
 
 
@@ -320,7 +322,7 @@ def _device_tests(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[R
     """The tests that are skipped where there is no device."""
     if not sizes.device_tests:
         return
-    found = children.run_tests(deadline - time.monotonic())
+    found = children.run_tests(min(sizes.tests_s, deadline - time.monotonic()))
     fine = found.error is None and not found.failed and not found.without_device and found.passed > 0
     yield {
         "metric": "device_tests",

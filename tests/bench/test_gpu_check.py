@@ -282,9 +282,10 @@ def test_tests_of_the_device_are_found():
         assert (0, found.skipped) == (found.passed, found.without_device) and found.skipped > 20
 
 
-@pytest.mark.parametrize("name", parts.COMMANDS)
+@pytest.mark.parametrize("name", ["engine_demo", pytest.param("engine_verify", marks=pytest.mark.slow)])
 def test_commands_of_the_engine_run(name: str):
     """What is started on a device runs on a processor too, and what it measured is in the row."""
+    assert {"engine_demo", "engine_verify"} == parts.COMMANDS.keys()
     done = children.run_command([*parts.COMMANDS[name].split(), "--device", "cpu"], 200.0)
     assert (True, None) == (done.ok, done.error)
     assert done.metrics

@@ -5,7 +5,6 @@ mapped, a batch in another signature than that of the version that was asked for
 for the second time.
 """
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -150,7 +149,6 @@ def build_driver(folder: Path) -> Path | None:
     source.write_text(BEFORE + SOURCE + AFTER + DRIVER)
     command = [compiler, "-O1", "-std=gnu99", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    assert ctypes.CDLL(str(library)).cuInit(0) == 0
     return library
 
 
