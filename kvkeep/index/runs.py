@@ -341,7 +341,7 @@ class RunTree:
         Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go now are looked at last.
         """
         assert self.host is not None
-        gone = array("i")
+        done = 0
         for _ in range(min(len(self.doubles), count + DOUBLES_LOOK_MAX)):
             page = next(iter(self.doubles))
             del self.doubles[page]
@@ -351,13 +351,11 @@ class RunTree:
             if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] <= colder_than:
                 self.doubles[page] = None
                 continue
-            gone.append(page)
-            run.host[depth - run.start] = NOWHERE
-            if len(gone) == count:
+            self.lose_host(page)
+            done += 1
+            if done == count:
                 break
-        self.host.remove(gone)
-        self.host.ledger.drop(gone)
-        return len(gone)
+        return done
 
     def evict_host(self, count: int, colder_than: int) -> int:
         """Frees up to `count` host pages: last copies at the ends of chains not used after `colder_than`."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvkeep.errors import BadInput
 from kvkeep.index.names import Int32s
-from kvkeep.replay.reading import Lines, Malformed, listed, need, seconds_or_none
+from kvkeep.replay.reading import Lines, Malformed, Source, listed, need, seconds_or_none
 from kvkeep.replay.trace import Clock, Request, Trace
 
 #: Text to token ids.
@@ -96,16 +96,16 @@ def read_chat(path: Path, lines: Lines, tokenizer: Path | None) -> Trace:
 def _load(path: Path) -> tuple[Encode, str]:
     """What turns text into token ids, and the digest of its file."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"--tokenizer {path}: cannot be read ({error.strerror}); name a tokenizer.json") from error
+        source = Source(path)
+    except BadInput as error:
+        raise BadInput(f"--tokenizer {error}; name a tokenizer.json") from error
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_buffer(source.data)
     except Exception as error:  # the library raises bare Exception
         raise BadInput(f"--tokenizer {path}: is no tokenizer.json ({error})") from error
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, hashlib.sha256(data).hexdigest()
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, source.digest
 
 
 def _add_line(builder: Builder, line: dict[str, Any], encode: Encode) -> None:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import BadInput
-from kvkeep.index.eviction import Tier
 from kvkeep.replay.formats import read_trace
 from kvkeep.replay.orders import Order
 from kvkeep.replay.pages import Pages
 from kvkeep.replay.replaying import best_possible, known_future, passes, replay
 from kvkeep.replay.result import Progress, ReplayResult, Settings
-from kvkeep.replay.seat import TraceClock, make_order
+from kvkeep.replay.seat import check_order
 from kvkeep.replay.trace import Trace
 from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.stats import Histogram
@@ -52,7 +51,7 @@ def run(options: ReplayOptions) -> Report:
     begun = time.perf_counter()
     settings = options.settings
     order = None if options.order is None else Order.parse(options.order)
-    make_order(settings.eviction, Tier.GPU, TraceClock())  # says at once when there is none of that name
+    check_order(settings.eviction)
     for name, tokens in (("--gpu-tokens", settings.gpu_tokens), ("--cpu-tokens", settings.cpu_tokens)):
         if tokens and tokens < options.page_size:
             raise BadInput(f"{name} {tokens}: it must be a page of {options.page_size} tokens or more")

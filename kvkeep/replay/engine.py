@@ -18,7 +18,6 @@ from itertools import count
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import InvariantViolation, OutOfPages
-from kvkeep.index.eviction import Tier
 from kvkeep.lease import Lease
 from kvkeep.misses import MissLedger
 from kvkeep.replay.link import IDLE, Link
@@ -59,7 +58,7 @@ class Engine:
         page_size = pages.page_size
         self.counts = Counts()
         self.clock = TraceClock()
-        order = make_order(settings.eviction, Tier.GPU, self.clock)
+        order = make_order(settings.eviction, settings.gpu_tokens // page_size, self.clock)
         self._pages = pages
         self._settings = settings
         self._link = Link(self.clock, page_size, settings.link_tokens_per_s)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 
 from kvkeep.errors import BadInput
-from kvkeep.index.eviction import Tier
 from kvkeep.misses import Cause
 from kvkeep.replay.best import NextUses, best_matches, next_uses
 from kvkeep.replay.engine import Engine
@@ -67,7 +66,7 @@ def _one_pool(
     pages: Pages, arrivals: Arrivals, settings: Settings, capacity_pages: int, progress: Progress | None
 ) -> Counts:
     clock = TraceClock()
-    order = make_order(settings.eviction, Tier.GPU, clock)
+    order = make_order(settings.eviction, capacity_pages, clock)
     return Reference(pages, capacity_pages, order, clock).replay(arrivals.requests, progress)
 
 

@@ -5,7 +5,7 @@ Must not know traces or pools.
 
 from kvkeep.cache import ORDERS
 from kvkeep.errors import BadInput
-from kvkeep.index.eviction import EvictionOrder, Tier
+from kvkeep.index.eviction import EvictionOrder
 
 
 class TraceClock:
@@ -18,8 +18,16 @@ class TraceClock:
         return self.now_s
 
 
-def make_order(name: str, tier: Tier, clock: TraceClock) -> EvictionOrder:
-    """The order called `name` for one tier.   clock: for orders that look at the time; `lru` has its own."""
+def make_order(name: str, pages: int, clock: TraceClock) -> EvictionOrder:
+    """The order called `name` for the GPU tier, or the only one.
+
+    pages: of the pool.   clock: for orders that look at the time.  `lru` needs neither.
+    """
+    check_order(name)
+    return ORDERS[name]()
+
+
+def check_order(name: str) -> None:
+    """`BadInput` when no order is called `name`."""
     if name not in ORDERS:
         raise BadInput(f"--eviction {name}: it must be one of {', '.join(sorted(ORDERS))}")
-    return ORDERS[name](tier)

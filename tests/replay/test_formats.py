@@ -1,5 +1,6 @@
 """Each kind of trace is read as it is meant, and what cannot be read is named by file, line and field."""
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,9 @@ def test_a_chat_log(write: Write, tokenizer: Path):
         {"messages": [*first, say("assistant", "ok")], "session": "b"},
         {"messages": first, "choices": [{"message": say("assistant", "x")}], "session": "a"},
     )
-    trace = read_trace(path, tokenizer=tokenizer)
+    packed = tokenizer.with_name("packed.json.gz")
+    packed.write_bytes(gzip.compress(tokenizer.read_bytes()))
+    trace = read_trace(path, tokenizer=packed)
     decode = tokenizers.Tokenizer.from_file(str(tokenizer)).decode
     head = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     more = head + "yo<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"

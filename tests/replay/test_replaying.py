@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvkeep.config import IndexAt
 from kvkeep.errors import BadInput
 from kvkeep.index.check import check_tree
-from kvkeep.index.eviction import LruOrder, Tier
+from kvkeep.index.eviction import LruOrder
 from kvkeep.index.run import Run
 from kvkeep.replay.engine import Engine
 from kvkeep.replay.link import IDLE, Link
@@ -124,7 +124,7 @@ def test_an_engine_with_one_live_request_is_the_reference_with_three_rules(seed:
     longest = max(request.final_len for request in order)
     capacity = max(capacity, -(-longest // PAGE) + 1)
     pages, clock = Pages(trace, PAGE), TraceClock()
-    pool = Reference(pages, capacity - 1, make_order("lru", Tier.GPU, clock), clock, unwritten=1)
+    pool = Reference(pages, capacity - 1, make_order("lru", capacity - 1, clock), clock, unwritten=1)
     pool.replay(order)
     check_tree(pool.tree)
     counts = counted(trace, order, gpu_tokens=capacity * PAGE)

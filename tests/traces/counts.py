@@ -5,7 +5,6 @@ Must not count anything itself.
 
 from collections.abc import Iterable
 
-from kvkeep.index.eviction import Tier
 from kvkeep.replay.orders import Order
 from kvkeep.replay.pages import Pages
 from kvkeep.replay.reference import Reference
@@ -23,8 +22,9 @@ def in_order(pages: Pages, order: str) -> Arrivals:
 def lru_pool(pages: Pages, capacity: int, arrivals: Arrivals, unwritten: int = 0) -> Reference:
     """A pool of `capacity` tokens that has served all requests."""
     clock = TraceClock()
-    order = make_order("lru", Tier.GPU, clock)
-    pool = Reference(pages, capacity // pages.page_size, order, clock, unwritten=unwritten)
+    capacity_pages = capacity // pages.page_size
+    order = make_order("lru", capacity_pages, clock)
+    pool = Reference(pages, capacity_pages, order, clock, unwritten=unwritten)
     pool.replay(arrivals.requests)
     return pool
 
