@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from kvkeep.lease import Lease
-from kvkeep.tiers.ledger import Ledger, State
+from kvkeep.tiers.ledger import Ledger
 from kvkeep.transfer.backend import NO_WAIT, After, Job
 from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan
@@ -174,7 +174,7 @@ class Copies:
         """What is queued on `stream` from now on comes after the copies out of the lease's pages: it waits for none."""
         for copy in [copy for copy in lease.copies if copy.cause == "demote"]:
             if self.manager.order_after(copy.job, stream):
-                self._gpu.follow(array("i", (p for p in copy.gpu if self._gpu.state(p) is State.DRAINING)))
+                self._gpu.follow(self._gpu.draining(copy.gpu)[0])
                 self.let_go(copy)
 
     def let_go(self, copy: Copy) -> None:

@@ -23,7 +23,7 @@ from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
 from kvkeep.lease import Lease
 from kvkeep.parking import Parking
-from kvkeep.tiers.ledger import Ledger, State, as_index
+from kvkeep.tiers.ledger import Ledger, as_index
 from kvkeep.transfer.manager import Completion, TransferManager
 from kvkeep.transfer.plan import Cause
 
@@ -285,7 +285,7 @@ class Traffic:
         self._gpu.land(copy.gpu, copy)
         self._host.release(copy.host, copy)
         self.copies.let_go(copy)
-        self._tree.double(copy.host)
+        self._tree.double(copy.host, promoted=True)
         self._offer(self._tree.gpu, copy.gpu)
         self._offer(self._tier, copy.host)
 
@@ -327,8 +327,7 @@ class Traffic:
                 if self._host.kept(page):
                     self._tree.lose_host(page, "failed")
             self._host.hand_over(copy.host, copy)
-        draining = array("i", (p for p in copy.gpu if self._gpu.state(p) is State.DRAINING))
-        resting = array("i", (p for p in copy.gpu if self._gpu.state(p) is not State.DRAINING))
+        draining, resting = self._gpu.draining(copy.gpu)
         self._gpu.hand_over(draining, copy)
         self._gpu.release(resting, copy)
         self.copies.let_go(copy)

@@ -72,8 +72,10 @@ class RunTree:
         self.host = host
         self.page_nbytes = page_nbytes
         self._compare = Compare(page_nbytes, hash_fn)
-        #: Host pages whose entries may have a GPU copy as well, in the order in which to look at them.
+        #: Host pages whose entries may have a GPU copy as well, in the order in which to look at them; and before them,
+        #: the latest first, those that were loaded: they are hot.
         self.doubles: dict[int, None] = {}
+        self.promoted: dict[int, None] = {}
         self._roots: dict[bytes, Root] = {}
         self._clock = 0
         self._serial = 0
@@ -331,9 +333,9 @@ class RunTree:
         run.host[depth - run.start] = NOWHERE
         self.host.ledger.drop(array("i", (page,)))
 
-    def double(self, host: "array[int]") -> None:
+    def double(self, host: "array[int]", *, promoted: bool = False) -> None:
         """The entries of these host pages, those that still are there, have a GPU copy as well."""
-        self.doubles.update(dict.fromkeys(host))
+        (self.promoted if promoted else self.doubles).update(dict.fromkeys(host))
 
     def evict_doubles(self, count: int, colder_than: int) -> int:
         """Frees up to `count` host pages whose GPU copy was used after `colder_than`: nothing is lost with them.
@@ -342,13 +344,17 @@ class RunTree:
         """
         assert self.host is not None
         done = 0
-        for _ in range(min(len(self.doubles), count + DOUBLES_LOOK_MAX)):
-            page = next(iter(self.doubles))
-            del self.doubles[page]
+        for _ in range(min(len(self.doubles) + len(self.promoted), count + DOUBLES_LOOK_MAX)):
+            if self.promoted:
+                page, _ = self.promoted.popitem()
+            else:
+                page = next(iter(self.doubles))
+                del self.doubles[page]
             run, depth = self.host.run_of[page], self.host.depth_of[page]
             if run is None or depth >= run.gpu_end:
                 continue
-            if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] <= colder_than:
+            idle = self.gpu.ledger.is_idle(run.pages[depth - run.start])  # else it is in use: hot, whatever its stamp
+            if not self.host.ledger.is_idle(page) or (idle and run.stretch(depth)[0] <= colder_than):
                 self.doubles[page] = None
                 continue
             self.lose_host(page)
@@ -408,6 +414,7 @@ class RunTree:
             run.pages, run.names, run.host, run.children = array("i"), array("Q"), None, None
         self._roots.clear()
         self.doubles.clear()
+        self.promoted.clear()
         return Cleared(self.gpu.clear(), self.host.clear() if self.host is not None else 0)
 
     def _left_gpu(self, run: Run) -> None:

@@ -130,6 +130,13 @@ class Ledger:
         late = (self._states_np.take(as_index(pages)) != _READY).nonzero()[0]
         return int(late[0]) if len(late) else len(pages)
 
+    def draining(self, pages: "array[int]") -> tuple["array[int]", "array[int]"]:
+        """Those of `pages` that are DRAINING, and the others."""
+        ids = as_index(pages)
+        found = self._states_np.take(ids) == _DRAINING
+        draining, others = ids[found], ids[~found]
+        return array("i", draining.astype(np.int32).tobytes()), array("i", others.astype(np.int32).tobytes())
+
     # ------------------------------------------------------------------ changes
 
     def open(self, count: int, owner: object) -> "array[int]":

@@ -83,6 +83,13 @@ BUGS: tuple[Bug, ...] = (
         (FAULTS + "test_cleaning_goes_on_beside_a_copy_that_never_ends",),
     ),
     Bug(
+        "room-below-keeps-copies-of-pages-in-use",
+        RUNS,
+        "(idle and run.stretch(depth)[0] <= colder_than)",
+        "run.stretch(depth)[0] <= colder_than",
+        (FOUND + "test_what_a_live_request_uses_needs_no_copy_below",),
+    ),
+    Bug(
         "gate-opens-without-an-order",
         ALL_COPIES,
         "if self.manager.order_after(copy.job, stream):",
@@ -355,8 +362,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-hot-page-keeps-its-place-below",
         RUNS,
-        "if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] <= colder_than:",
-        "if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] >= colder_than:",
+        "(idle and run.stretch(depth)[0] <= colder_than)",
+        "(idle and run.stretch(depth)[0] >= colder_than)",
         (FOUND + "test_a_host_copy_of_a_page_that_became_hot_gives_way",),
     ),
     Bug(

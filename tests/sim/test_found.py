@@ -6,6 +6,7 @@ from kvkeep.errors import NotReady
 from tests.sim.rig import Rig
 
 A = [1, 1, 2, 2, 3, 3]  # three pages
+B = [4, 4, 5, 5, 6, 6]
 
 
 def test_weights_are_the_same_only_when_all_of_their_fingerprint_is() -> None:
@@ -150,4 +151,18 @@ def test_promotions_are_not_remembered_for_ever() -> None:
     for _ in range(20):
         rig.push_out()
         assert 6 == rig.serve([*A, 9])
-    assert len(rig.cache._tree.doubles) <= 16
+    assert len(rig.cache._tree.doubles) + len(rig.cache._tree.promoted) <= 16
+
+
+def test_what_a_live_request_uses_needs_no_copy_below() -> None:
+    """Pages that were loaded keep their old stamp until their request stores; still they are the hottest of all."""
+    rig = Rig(pages=8, tier_pages=3)
+    rig.serve([*A, 9])
+    rig.push_out()
+    reader = rig.admitted([*A, 9])
+    rig.settle()
+    assert rig.lease(reader).loaded_len == 6
+    rig.serve_alone([*B, 9])
+    rig.do("abort", rig.admitted([7] * 8, reuse=False))  # B has to leave, and the only places are those of A's copies
+    rig.settle()
+    assert 6 == rig.matched([*B, 9])
