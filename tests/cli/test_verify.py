@@ -172,7 +172,7 @@ def test_the_gate_fails_on_a_wrong_page(
 
 TIERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (leave_half_of_a_load_behind, "hits in host memory"),
-    (read_before_it_arrived, "pages change places"),
+    (read_before_it_arrived, "admitted while pages move down"),
     (mix_up_suspended_pages, "suspended"),
     (leave_holes, "suspended"),
 ]
