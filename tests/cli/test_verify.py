@@ -97,11 +97,6 @@ def leave_half_of_a_load_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostBackend, "launch", launch)
 
 
-def read_before_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for loads."""
-    monkeypatch.setattr(Lease, "read_in_progress", property(lambda lease: False))
-
-
 def mix_up_suspended_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed request gets its own pages in another order."""
     right = Parking.resume
@@ -172,7 +167,6 @@ def test_the_gate_fails_on_a_wrong_page(
 
 TIERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (leave_half_of_a_load_behind, "hits in host memory"),
-    (read_before_it_arrived, "pages change places"),
     (mix_up_suspended_pages, "suspended"),
     (leave_holes, "suspended"),
 ]
@@ -185,7 +179,7 @@ def test_the_gate_fails_on_a_page_that_came_back_wrong(
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
 ):
-    """What a load or a resumption brings, when it brings it and what it leaves out: each shows in the bits."""
+    """What a load or a resumption brings, and what it leaves out: each shows in the bits."""
     loaded, sizes, findings = load_model("stories260k"), Sizes(16, 6), Findings()
     rng = random.Random(1)
     planned = [*host_scenarios(sizes, lambda n: random_ids(rng, loaded, n))]

@@ -298,9 +298,9 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-copies-far-ahead-take-places-of-others",
         TRAFFIC,
-        "self._clean(min(ahead, window + free), free)",
-        "self._clean(min(ahead, window + free), None)",
-        (FOUND + "test_what_is_copied_far_ahead_takes_no_place_of_another_copy",),
+        "self._clean(window, None)",
+        "self._clean(ahead, None)",
+        (TIERS + "test_both_tiers_hit_what_lru_hits",),
     ),
     Bug(
         "room-copies-ahead-of-need-fill-a-small-tier",

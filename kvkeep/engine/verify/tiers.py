@@ -35,8 +35,11 @@ def host_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
     yield Scenario("hits in host memory", pages + 1, partial(_hit_lengths, sizes, draw), hits, ample)
     mixed = Counts(host_hit_pages=pages, mixed_hits=pages - 2)
     yield Scenario("hits in both tiers", pages + 1, partial(_mixed, sizes, draw), mixed, ample)
-    full = Counts(host_hit_pages=4 * pages, room_waits=2)
+    full = Counts(host_hit_pages=4 * pages)
     yield Scenario("pages change places", pages + 1, partial(_change_places, sizes, draw), full, ample)
+    waves = partial(_change_places, sizes, draw, lossless=False)
+    moving = Counts(host_hit_pages=pages, room_waits=2)
+    yield Scenario("admitted while pages move down", pages + 1, waves, moving, Below(host_pages=_few(sizes)))
     loads = Counts(pages_evicted=3 * TURNS // 2, host_hit_pages=TURNS)
     name = "pool of one request above a host tier"
     yield rotation_scenario(name, 1, page, draw, sessions=3, together=1, at_least=loads, below=ample)
@@ -73,7 +76,7 @@ def failing_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
     yield Scenario("loads fail", pages + 1, partial(_pushed_out, sizes, draw), lost, loads)
     revoked = Counts(failed_copies=2, revocations=2)
     yield Scenario("loads fail that others wait for", 2 * pages + 2, partial(_joined, sizes, draw), revoked, loads)
-    stores = Below(host_pages=8 * pages, fails=("demote", _every_other))
+    stores = Below(host_pages=_few(sizes), fails=("demote", _every_other))
     down = Counts(failed_copies=2)
     yield Scenario("copies down fail", pages + 1, partial(_change_places, sizes, draw, lossless=False), down, stores)
 
@@ -95,6 +98,11 @@ def random_tier_scenarios(sizes: Sizes, draw: Draw, rng: random.Random) -> Itera
         yield Scenario(
             f"random over two tiers {number}", pool_pages, partial(random_waves, sizes, draw, own), Counts(), below
         )
+
+
+def _few(sizes: Sizes) -> int:
+    """So few host pages that not all pages of a request are copied down ahead of need: the rest go when they must."""
+    return 3 * sizes.pages + 2
 
 
 def _always(number: int) -> bool:
