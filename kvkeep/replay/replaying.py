@@ -50,7 +50,10 @@ def passes(settings: Settings) -> int:
 
 
 def _reference(pages: Pages, arrivals: Arrivals, settings: Settings, progress: Progress | None) -> Counts:
-    """Two tiers by the stack property: what a pool of the GPU's size hits, and what one of both sizes hits more."""
+    """Two tiers by the stack property: what a pool of the GPU's size hits, and what one of both sizes hits more.
+
+    With LRU that is what exclusive tiers hit; for an order without the property it is a definition.
+    """
     gpu_pages = settings.gpu_tokens // pages.page_size
     counts = _one_pool(pages, arrivals, settings, gpu_pages, progress)
     if settings.cpu_tokens:
