@@ -89,6 +89,7 @@ class Engine:
         self._events: list[tuple[float, int, Job, Lease, Callable[[Job], None]]] = []
         self._tick = count()
         self._ended = 0
+        self._refused = False  # an admission was, and nothing that holds pages has ended since
 
     # ------------------------------------------------------------------ time
 
@@ -136,9 +137,11 @@ class Engine:
         """Copies that are over by now, and what follows from them."""
         if not self._two_tiers:
             return
-        self.cache.poll()
+        done = self.cache.poll()
         while self.manager.busy and self._link.next_end_s <= self.clock.now_s:
-            self.cache.poll()
+            done += self.cache.poll()
+        if done:
+            self._refused = False
         for job in [job for job in self._loading if job.lease is not None and not job.lease.read_in_progress]:
             self._loading.remove(job)
             self._loaded(job)
@@ -159,7 +162,7 @@ class Engine:
                 self._waiting.append(Job(request))
 
     def _admit(self, concurrency: int) -> None:
-        while self._waiting and len(self._live) < concurrency and not self._lane:
+        while self._waiting and len(self._live) < concurrency and not self._lane and not self._refused:
             at = next((i for i, job in enumerate(self._waiting) if self._may_begin(job)), None)
             if at is None:
                 return
@@ -169,6 +172,7 @@ class Engine:
                 lease = self.cache.admit(ids[: self._pages.length(job.length)])
             except OutOfPages:
                 self._stall(job)
+                self._refused = True
                 return
             del self._waiting[at]
             self._begin(job, lease)
@@ -297,6 +301,7 @@ class Engine:
     def _leave(self, job: Job, kv_len: int) -> None:
         assert job.lease is not None
         self.cache.finish(job.lease, kv_len)
+        self._refused = False
         job.lease = None
         del self._live[job]
         session = job.request.session
