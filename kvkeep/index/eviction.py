@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from kvkeep.index.run import Run
+from kvkeep.index.uses import Uses
 
 
 class Tier(IntEnum):
@@ -53,6 +54,16 @@ class EvictionOrder(Protocol):
     def clear(self) -> None:
         """Forgets every run."""
 
+    def rank(self, stamp: int, run: Run) -> float:
+        """How soon a page of `run` that was last used at `stamp` should leave: the greater, the sooner."""
+
+    def for_tier(self, tier: Tier) -> "EvictionOrder":
+        """An order of the same kind for another tier, which learns from the same uses."""
+
+    @property
+    def uses(self) -> Uses | None:
+        """What is told of every use of a path, when its request ends; None for an order that goes by stamps alone."""
+
 
 class LruOrder:
     """Exact least-recently-used by page, tail first.
@@ -60,6 +71,8 @@ class LruOrder:
     A lazy heap of (stamp of the tail page, serial, run), at most one entry a run.  Stamps only grow, so an entry
     is a lower bound: a stale one is put back where it belongs, or dropped, when it surfaces.
     """
+
+    uses = None
 
     def __init__(self, tier: Tier = Tier.GPU) -> None:
         self._bit = int(tier)
@@ -90,6 +103,12 @@ class LruOrder:
     def shelve(self, run: Run) -> None:
         heapq.heappop(self._heap)
         run.queued &= ~self._bit
+
+    def rank(self, stamp: int, run: Run) -> float:
+        return -stamp
+
+    def for_tier(self, tier: Tier) -> "LruOrder":
+        return LruOrder(tier)
 
     def clear(self) -> None:
         for _, _, run in self._heap:

@@ -341,7 +341,7 @@ class RunTree:
         Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go now are looked at last.
         """
         assert self.host is not None
-        done = 0
+        done, rank = 0, self.host.order.rank
         for _ in range(min(len(self.doubles), count + DOUBLES_LOOK_MAX)):
             page = next(iter(self.doubles))
             del self.doubles[page]

@@ -1,0 +1,296 @@
+"""Which request used which pages last, and what its chain's rhythm says about their next use.
+
+Must not know tiers or how pages leave; of the run tree it reads only where a use's pages hang.
+
+A use is one request's path, stamped as a whole when the request ends.  The tree stamps with a growing number, so the
+stamp of a stretch of pages names the use that touched it last, its owner, with no work per page.  A chain that comes
+back is known by the name of its last page, also when its pages have left; a use goes on with
+
+    the use whose whole path it has in it, the deepest such one, or else
+    the owner of the deepest page that its admission matched, if it keeps at least what it loses of that one's own
+        pages; otherwise it is a fork, and what both share becomes trunk: nobody's own.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvkeep.index.forecast import ANNOUNCED, BINS, GONE, TURN_CLASSES, Forecast, Gap, bin_of
+from kvkeep.index.run import Run
+
+#: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
+REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 4, 0
+#: Waiting uses that are looked at with each new one: younger than twice their scale, and older.
+LOOKS_YOUNG, LOOKS_OLD = 4, 2
+#: The least weight of the newest gap in a chain's smoothed gap, and of a chain's gap in the usual gap of all.
+SMOOTH, SMOOTH_ALL = 0.3, 0.02
+#: Before any gap is known: a usual gap in seconds.
+GAP_S = 30.0
+
+FOREVER = math.inf
+
+
+class Hint(NamedTuple):
+    """What the caller knows of a chain's future: make one with `discard`, `expect` or `pin`."""
+
+    kind: str
+    seconds: float
+
+
+def discard() -> Hint:
+    """The chain will not come back: what is its own leaves first."""
+    return Hint("discard", 0.0)
+
+
+def expect(after_s: float) -> Hint:
+    """The chain will come back after about `after_s` seconds."""
+    return Hint("expect", after_s)
+
+
+def pin(for_s: float) -> Hint:
+    """The chain leaves last, for `for_s` seconds: when a live request would otherwise find no page."""
+    return Hint("pin", for_s)
+
+
+class PathUse(NamedTuple):
+    """A request's use of a path of the tree, when it ends.
+
+    stamp, run, depth: what the tree stamped it with, the run of its last page, and the depth behind that.
+    base, names: how many pages its admission matched, and the names of the pages behind them, as far as they are known.
+    base_name: the name of the last matched page.   came_from: that page's stamp at admission; -1 without one.
+    began_s: when it was admitted.   out: tokens that it generated.
+    """
+
+    stamp: int
+    run: Run
+    depth: int
+    base: int
+    base_name: int
+    names: Sequence[int]
+    came_from: int
+    began_s: float
+    out: int
+    hint: Hint | None = None
+
+
+class Use:
+    """One use of a path, from the end of its request on.
+
+    ended_s, scale: when that was, and in how many seconds the next one is expected.   group: its class in the forecast.
+    start, tail, name: where the chain's own pages begin, the depth behind its last page, and that page's name.
+    counted: up to which bin the forecast knows that it waited.   over: a later use went on, or it is gone.
+    run: where its pages hang, or hung; None when they have left.   leave_s: pinned until then.
+    worth: seconds of recomputation that a page saves, in those of a KV page.
+    """
+
+    __slots__ = (
+        "counted", "discarded", "ended_s", "gap", "group", "leave_s", "name", "over", "run", "scale", "stamp", "start",
+        "tail", "worth",
+    )  # fmt: skip
+
+    def __init__(self, stamp: int, run: Run, start: int, tail: int, name: int, ended_s: float, gap: Gap) -> None:
+        self.stamp = stamp
+        self.run: Run | None = run
+        self.start = start
+        self.tail = tail
+        self.name = name
+        self.ended_s = ended_s
+        self.gap = gap
+        self.scale = 1.0
+        self.group = min(gap.turns.bit_length(), TURN_CLASSES - 1)
+        self.counted = 0
+        self.over = self.discarded = False
+        self.leave_s = -FOREVER
+        self.worth = 1.0
+
+
+class Uses:
+    """The uses whose pages are cached, and of the others the latest ones.
+
+    pages: how many the cache holds, which bounds what is remembered.   now: a clock, in seconds.
+    """
+
+    def __init__(self, pages: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
+        self.forecast = Forecast()
+        self.of_stamp: dict[int, Use] = {}
+        self._of_name: dict[int, Use] = {}
+        self._remembered: dict[Use, None] = {}
+        self._remembered_max = max(REMEMBERED_MIN, int(pages * REMEMBERED_SHARE))
+        self._young: deque[Use] = deque()
+        self._old: deque[Use] = deque()
+        self._usual: float | None = None
+        self._between = 1.0
+        self.count = 0
+        self._last_s = 0.0
+
+    def clear(self) -> None:
+        """No page is cached any more; what was learned stays."""
+        for known in (self.of_stamp, self._of_name, self._remembered):
+            known.clear()
+        self._young.clear()
+        self._old.clear()
+
+    # ------------------------------------------------------------------ learning
+
+    def used(self, path: PathUse) -> Use:
+        """A request has ended."""
+        began_s = path.began_s
+        self._pace(began_s)
+        old, depth = self._before(path)
+        usual = self._usual if self._usual is not None else math.log(GAP_S)
+        start, gap = depth, Gap(usual, usual, path.out, 0, True)
+        if old is not None:
+            if old.over or old.tail - depth <= depth - old.start:
+                start, gap = old.start, self._gone_on(old, began_s, path.out)
+            else:  # a fork: it begins with the rhythm of the chain it left
+                old.start = depth
+                typical = old.gap.typical if old.gap.turns else usual
+                gap = Gap(typical, typical, path.out, old.gap.turns, True)
+        last = path.depth - path.base
+        name = path.names[last - 1] if last > 0 else path.base_name
+        use = Use(path.stamp, path.run, start, path.depth, name, self.now(), gap)
+        use.scale = self.forecast.predict(gap)
+        self.of_stamp[path.stamp] = use
+        self._of_name[name] = use
+        self._young.append(use)
+        if path.hint is not None:
+            self.hint(use, path.hint)
+        self._look()
+        self.forecast.tick()
+        return use
+
+    def _before(self, path: PathUse) -> tuple[Use | None, int]:
+        """The use that this one may go on with or branch off, and how deep it shares that one's path."""
+        of_name, names = self._of_name, path.names
+        known = next(filter(of_name.__contains__, reversed(names)), None)
+        if known is None and path.base_name in of_name and path.base:
+            known = path.base_name
+        if known is not None:
+            old = of_name[known]
+            if old.start < old.tail:
+                return old, old.tail
+        owner = self.of_stamp.get(path.came_from)
+        if owner is None or path.base <= owner.start:
+            return None, path.base
+        return owner, path.base
+
+    def _gone_on(self, old: Use, began_s: float, out: int) -> Gap:
+        """`old` was used again: learns from it, ends it, and returns what is known of the chain now."""
+        forecast = self.forecast
+        last = math.log(max(began_s - old.ended_s, 0.1 * self._between, 1e-6))
+        forecast.learn(old.gap, last)
+        if not old.over:
+            forecast.used(old.group, old.counted, self._bin(old, began_s))
+        self._usual = last if self._usual is None else self._usual + SMOOTH_ALL * (last - self._usual)
+        turns = old.gap.turns + 1
+        weight = max(SMOOTH, 1 / turns)
+        self._forget(old)
+        return Gap(old.gap.typical + weight * (last - old.gap.typical), last, out, turns, False)
+
+    def _pace(self, now_s: float) -> None:
+        """Keeps the usual time between two requests."""
+        self.count += 1
+        if self.count == 1:
+            self._between = 1e-6
+        else:
+            self._between += max(0.01, 1 / self.count) * (now_s - self._last_s - self._between)
+        self._last_s = now_s
+
+    @staticmethod
+    def _bin(use: Use, now_s: float) -> int:
+        """How long `use` has waited, as a bin of the forecast."""
+        return int(bin_of((now_s - use.ended_s) / use.scale))
+
+    def _count_waits(self, use: Use, now_s: float) -> int:
+        """Tells the forecast how long `use` has waited by now, and returns that as a bin."""
+        at = self._bin(use, now_s)
+        if at > use.counted:
+            self.forecast.waited(use.group, use.counted, at)
+            use.counted = at
+        return at
+
+    def _look(self) -> None:
+        """Looks at a few of the waiting uses in turn: how long have they waited, are their pages still there?"""
+        now_s = self.now()
+        young, old = self._young, self._old
+        for _ in range(min(LOOKS_YOUNG, len(young))):
+            use = young.popleft()
+            if self._is_alive(use):
+                self._count_waits(use, now_s)
+                (old if now_s - use.ended_s > 2.0 * use.scale else young).append(use)
+        for _ in range(min(LOOKS_OLD, len(old))):
+            use = old.popleft()
+            if self._is_alive(use):
+                if not use.over and self._count_waits(use, now_s) >= GONE:
+                    use.over = True
+                old.append(use)
+        while len(self._remembered) > self._remembered_max:
+            self._forget(next(iter(self._remembered)))
+
+    def _is_alive(self, use: Use) -> bool:
+        """Whether anything of `use` is cached, or it may still be gone on with."""
+        if use.run is None:
+            return use in self._remembered
+        if self._has_pages(use):
+            return True
+        use.run = None
+        self.of_stamp.pop(use.stamp, None)
+        if self._of_name.get(use.name) is use and not use.discarded:
+            self._remembered[use] = None
+            return True
+        return False
+
+    @staticmethod
+    def _has_pages(use: Use) -> bool:
+        """Follows the pages of `use` towards the root, as they leave from the end or are used by others."""
+        run, stamp = use.run, use.stamp
+        while run is not None:
+            if run.names and run.stamps[-1] >= stamp:
+                use.run = run
+                return stamp in run.stamps
+            run = run.parent
+        return False
+
+    def _forget(self, use: Use) -> None:
+        """Nothing will go on with `use`; pages that it still owns stay its own."""
+        use.over = True
+        if self._of_name.get(use.name) is use:
+            del self._of_name[use.name]
+        self._remembered.pop(use, None)
+        if use.run is None:
+            self.of_stamp.pop(use.stamp, None)
+
+    # ------------------------------------------------------------------ hints
+
+    def hint(self, use: Use, hint: Hint) -> None:
+        """What the caller knows of the chain's future counts more than what was learned."""
+        if hint.kind == "discard":
+            use.discarded = True
+            self._forget(use)
+        elif hint.kind == "expect":
+            use.scale, use.group = max(hint.seconds, 1e-3), ANNOUNCED
+        else:
+            use.leave_s = self.now() + hint.seconds
+
+    # ------------------------------------------------------------------ what keeping a page costs
+
+    def cost(self, stamp: int, run: Run, now_s: float) -> float:
+        """What keeping a page of `run`, last used at `stamp`, costs for each hit: seconds of a page's place."""
+        use = self.of_stamp.get(stamp)
+        if use is None:
+            return FOREVER
+        age = now_s - use.ended_s
+        if now_s < use.leave_s:
+            return -FOREVER
+        if use.discarded and run.end > use.start:
+            return FOREVER
+        u = bin_of(age / use.scale)
+        b = int(u)
+        if b >= GONE:  # oldest first
+            return 1e12 + age
+        row = self.forecast.table[use.group]
+        low = row[b]
+        return use.scale * (low + (u - b) * (row[b + 1] - low)) / use.worth
