@@ -10,8 +10,9 @@ from kvkeep.index.eviction import NO_TAIL, Tier, gpu_stamp, host_stamp
 from kvkeep.index.run import Run
 from kvkeep.index.uses import Uses
 
-#: Runs that are compared for a choice, and how many of them, the costliest, leave before others are compared.
-SAMPLE, TAKEN = 32, 4
+#: So many runs on offer are all compared; of more, so many are drawn for each choice, and the costliest ones seen so
+#: far are kept in mind.
+ALL_MAX, DRAWN, KEPT = 32, 8, 24
 
 
 class RhythmOrder:
@@ -27,9 +28,10 @@ class RhythmOrder:
         self._stamp = gpu_stamp if tier is Tier.GPU else host_stamp
         self._random = Random(seed).random
         self._runs: list[Run] = []
-        # The choice: (cost, place in the list, stamp of the tail, run), the costliest last.
-        self._chosen: list[tuple[float, int, int, Run]] = []
-        self._chosen_at = -1
+        # Candidates: (cost when last seen, place in the list, stamp of the tail, run), the costliest last.
+        self._seen: list[tuple[float, int, int, Run]] = []
+        self._seen_at = -1
+        self._chosen = False
 
     def offer(self, run: Run) -> None:
         if not run.queued & self._bit and self._stamp(run) != NO_TAIL:
@@ -37,33 +39,29 @@ class RhythmOrder:
             self._runs.append(run)
 
     def coldest(self) -> Run | None:
-        chosen, runs = self._chosen, self._runs
-        if self._chosen_at != self.uses.count:  # a request has ended since: choose anew
-            chosen.clear()
-        while True:
-            while chosen:
-                _, at, stamp, run = chosen[-1]
-                if at < len(runs) and runs[at] is run:
-                    now = self._stamp(run)
-                    if now == stamp:
-                        return run
-                    if now == NO_TAIL:
-                        self._drop(at)
-                chosen.pop()
-            if not runs:
-                return None
-            self._choose()
+        runs = self._runs
+        if self._chosen and self._seen_at == self.uses.count:
+            _, at, stamp, run = self._seen[-1]
+            if self._stamp(run) == stamp:
+                return run
+        while runs:
+            self._compare()
+            if self._choose():
+                return self._seen[-1][3]
+        return None
 
     def shelve(self, run: Run) -> None:
-        _, at, _, chosen = self._chosen.pop()
+        _, at, _, chosen = self._seen.pop()
         assert run is chosen
+        self._chosen = False
         self._drop(at)
 
     def clear(self) -> None:
         for run in self._runs:
             run.queued &= ~self._bit
         self._runs.clear()
-        self._chosen.clear()
+        self._seen.clear()
+        self._chosen = False
         if self._tier is Tier.GPU:
             self.uses.clear()
 
@@ -75,23 +73,46 @@ class RhythmOrder:
 
     # ------------------------------------------------------------------ inside
 
-    def _choose(self) -> None:
-        """Draws, drops what cannot leave any more, and keeps the costliest few."""
+    def _compare(self) -> None:
+        """Draws, drops what cannot leave any more, and keeps the costliest in mind."""
         runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self.uses.cost
         now_s = self.uses.now()
-        count = len(runs)
-        drawn = range(count) if count <= SAMPLE else sorted({int(random() * count) for _ in range(SAMPLE)})
-        found = []
-        for at in reversed(drawn):  # from the end, so that the place of those still to come stays
-            run = runs[at]
-            stamp = tail_stamp(run)
-            if stamp == NO_TAIL:
-                self._drop(at)
-            else:
-                found.append((cost(stamp, run, now_s), at, stamp, run))
-        found.sort(key=itemgetter(0))
-        self._chosen = found[-TAKEN:]
-        self._chosen_at = self.uses.count
+        seen = self._seen
+        if len(runs) <= ALL_MAX:
+            seen.clear()
+            drawn = iter(range(ALL_MAX))
+        else:
+            count = len(runs)
+            drawn = iter([int(random() * count) for _ in range(DRAWN if len(seen) >= KEPT // 2 else ALL_MAX)])
+        for at in drawn:
+            while at < len(runs):
+                run = runs[at]
+                stamp = tail_stamp(run)
+                if stamp != NO_TAIL:
+                    seen.append((cost(stamp, run, now_s), at, stamp, run))
+                    break
+                self._drop(at)  # another run comes in its place
+        seen.sort(key=itemgetter(0))
+        del seen[: -KEPT]
+        self._seen_at = self.uses.count
+
+    def _choose(self) -> bool:
+        """Whether the last candidate is the costliest and can leave; those that cannot any more are forgotten."""
+        seen, runs, now_s = self._seen, self._runs, self.uses.now()
+        while seen:
+            was, at, stamp, run = seen[-1]
+            now = self._stamp(run) if at < len(runs) and runs[at] is run else NO_TAIL
+            if now != stamp:
+                seen.pop()
+                continue
+            cost = self.uses.cost(stamp, run, now_s)
+            if cost >= was or len(seen) < 2 or cost >= seen[-2][0]:
+                self._chosen = True
+                return True
+            seen[-1] = (cost, at, stamp, run)
+            seen.sort(key=itemgetter(0))
+        self._chosen = False
+        return False
 
     def _drop(self, at: int) -> None:
         """Takes the run at `at` off the list; the last one comes in its place."""
