@@ -40,7 +40,12 @@ def host_stamp(run: Run) -> int:
 
 
 class EvictionOrder(Protocol):
-    """Ranks the runs whose tails may leave.  A run is offered when that may have come true."""
+    """Ranks the runs whose tails may leave.  A run is offered when that may have come true.
+
+    uses: what is told of every use of a path when its request ends; None for an order that goes by stamps alone.
+    """
+
+    uses: Uses | None
 
     def offer(self, run: Run) -> None:
         """`run` may be trimmed from now on; it may be offered again at any time."""
@@ -54,15 +59,11 @@ class EvictionOrder(Protocol):
     def clear(self) -> None:
         """Forgets every run."""
 
-    def rank(self, stamp: int, run: Run) -> float:
-        """How soon a page of `run` that was last used at `stamp` should leave: the greater, the sooner."""
+    def rank(self, stamp: int) -> float:
+        """How soon pages last used at `stamp` should leave: the greater, the sooner."""
 
     def for_tier(self, tier: Tier) -> "EvictionOrder":
         """An order of the same kind for another tier, which learns from the same uses."""
-
-    @property
-    def uses(self) -> Uses | None:
-        """What is told of every use of a path, when its request ends; None for an order that goes by stamps alone."""
 
 
 class LruOrder:
@@ -72,7 +73,7 @@ class LruOrder:
     is a lower bound: a stale one is put back where it belongs, or dropped, when it surfaces.
     """
 
-    uses = None
+    uses: Uses | None = None
 
     def __init__(self, tier: Tier = Tier.GPU) -> None:
         self._bit = int(tier)
@@ -104,7 +105,7 @@ class LruOrder:
         heapq.heappop(self._heap)
         run.queued &= ~self._bit
 
-    def rank(self, stamp: int, run: Run) -> float:
+    def rank(self, stamp: int) -> float:
         return -stamp
 
     def for_tier(self, tier: Tier) -> "LruOrder":

@@ -12,6 +12,7 @@ Must not know pages, runs or tiers: it is told of gaps between uses and of chain
 """
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,8 @@ FEATURES = 7
 
 _EDGES = [0.0, *(2.0 ** (LOW + b / PER_OCTAVE) for b in range(1, BINS + 1))]
 #: Of each bin: half its width, and its width.
-_HALF = [(b - a) / 2 for a, b in zip(_EDGES, _EDGES[1:], strict=False)]
-_WIDTH = [b - a for a, b in zip(_EDGES, _EDGES[1:], strict=False)]
+_WIDTH = [b - a for a, b in pairwise(_EDGES)]
+_HALF = [width / 2 for width in _WIDTH]
 GONE = BINS - 2
 
 

@@ -22,7 +22,8 @@ class RhythmOrder:
     """
 
     def __init__(self, uses: Uses, tier: Tier = Tier.GPU, seed: int = 0) -> None:
-        self.uses = uses
+        self.uses: Uses | None = uses
+        self._uses = uses
         self._tier = tier
         self._bit = int(tier)
         self._stamp = gpu_stamp if tier is Tier.GPU else host_stamp
@@ -40,8 +41,8 @@ class RhythmOrder:
 
     def coldest(self) -> Run | None:
         runs = self._runs
-        if self._chosen and self._seen_at == self.uses.count:
-            _, at, stamp, run = self._seen[-1]
+        if self._chosen and self._seen_at == self._uses.count:
+            _, _, stamp, run = self._seen[-1]
             if self._stamp(run) == stamp:
                 return run
         while runs:
@@ -63,20 +64,20 @@ class RhythmOrder:
         self._seen.clear()
         self._chosen = False
         if self._tier is Tier.GPU:
-            self.uses.clear()
+            self._uses.clear()
 
-    def rank(self, stamp: int, run: Run) -> float:
-        return self.uses.cost(stamp, run, self.uses.now())
+    def rank(self, stamp: int) -> float:
+        return self._uses.cost(stamp, None, self._uses.now())
 
     def for_tier(self, tier: Tier) -> "RhythmOrder":
-        return RhythmOrder(self.uses, tier)
+        return RhythmOrder(self._uses, tier)
 
     # ------------------------------------------------------------------ inside
 
     def _compare(self) -> None:
         """Draws, drops what cannot leave any more, and keeps the costliest in mind."""
-        runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self.uses.cost
-        now_s = self.uses.now()
+        runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self._uses.cost
+        now_s = self._uses.now()
         seen = self._seen
         if len(runs) <= ALL_MAX:
             seen.clear()
@@ -93,19 +94,19 @@ class RhythmOrder:
                     break
                 self._drop(at)  # another run comes in its place
         seen.sort(key=itemgetter(0))
-        del seen[: -KEPT]
-        self._seen_at = self.uses.count
+        del seen[:-KEPT]
+        self._seen_at = self._uses.count
 
     def _choose(self) -> bool:
         """Whether the last candidate is the costliest and can leave; those that cannot any more are forgotten."""
-        seen, runs, now_s = self._seen, self._runs, self.uses.now()
+        seen, runs, now_s = self._seen, self._runs, self._uses.now()
         while seen:
             was, at, stamp, run = seen[-1]
             now = self._stamp(run) if at < len(runs) and runs[at] is run else NO_TAIL
             if now != stamp:
                 seen.pop()
                 continue
-            cost = self.uses.cost(stamp, run, now_s)
+            cost = self._uses.cost(stamp, run, now_s)
             if cost >= was or len(seen) < 2 or cost >= seen[-2][0]:
                 self._chosen = True
                 return True

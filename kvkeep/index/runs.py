@@ -336,19 +336,21 @@ class RunTree:
         self.doubles.update(dict.fromkeys(host))
 
     def evict_doubles(self, count: int, colder_than: int) -> int:
-        """Frees up to `count` host pages whose GPU copy was used after `colder_than`: nothing is lost with them.
+        """Frees up to `count` host pages whose GPU copy leaves later than pages used at `colder_than`.
 
-        Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go now are looked at last.
+        Nothing is lost with them.  Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go now are
+        looked at last.
         """
         assert self.host is not None
-        done, rank = 0, self.host.order.rank
+        rank = self.host.order.rank
+        done, least = 0, rank(colder_than)
         for _ in range(min(len(self.doubles), count + DOUBLES_LOOK_MAX)):
             page = next(iter(self.doubles))
             del self.doubles[page]
             run, depth = self.host.run_of[page], self.host.depth_of[page]
             if run is None or depth >= run.gpu_end:
                 continue
-            if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] <= colder_than:
+            if not self.host.ledger.is_idle(page) or rank(run.stretch(depth)[0]) >= least:
                 self.doubles[page] = None
                 continue
             self.lose_host(page)
@@ -358,13 +360,13 @@ class RunTree:
         return done
 
     def evict_host(self, count: int, colder_than: int) -> int:
-        """Frees up to `count` host pages: last copies at the ends of chains not used after `colder_than`."""
+        """Frees up to `count` host pages: last copies at ends of chains that leave before pages of that stamp."""
         assert self.host is not None
         ledger, order = self.host.ledger, self.host.order
-        done = 0
+        done, least = 0, order.rank(colder_than)
         while done < count:
             run = order.coldest()
-            if run is None or run.stamps[0] > colder_than:  # of equal stamps, the end of the chain is colder
+            if run is None or order.rank(run.stamps[0]) < least:  # of equal ranks, the end of the chain is colder
                 break
             assert run.host is not None
             least = max(run.gpu_end, run.stretch(run.end - 1)[1])

@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvkeep.index.forecast import ANNOUNCED, BINS, GONE, TURN_CLASSES, Forecast, Gap, bin_of
+from kvkeep.index.forecast import ANNOUNCED, GONE, TURN_CLASSES, Forecast, Gap, bin_of
+from kvkeep.index.hints import Discard, Expect, Hint, Pin
 from kvkeep.index.run import Run
 
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
@@ -28,39 +29,31 @@ LOOKS_YOUNG, LOOKS_OLD = 4, 2
 SMOOTH, SMOOTH_ALL = 0.3, 0.02
 #: Before any gap is known: a usual gap in seconds.
 GAP_S = 30.0
+#: The shortest gap that is told apart from none, in seconds.
+GAP_S_MIN = 1e-6
 
 FOREVER = math.inf
+#: The stamp of no page.
+NO_STAMP = -1
 
 
-class Hint(NamedTuple):
-    """What the caller knows of a chain's future: make one with `discard`, `expect` or `pin`."""
+class Began(NamedTuple):
+    """An admission.
 
-    kind: str
-    seconds: float
+    now_s: when.   stamp: of the deepest page that it matched, or NO_STAMP.   length: tokens of the prompt.
+    """
 
-
-def discard() -> Hint:
-    """The chain will not come back: what is its own leaves first."""
-    return Hint("discard", 0.0)
-
-
-def expect(after_s: float) -> Hint:
-    """The chain will come back after about `after_s` seconds."""
-    return Hint("expect", after_s)
-
-
-def pin(for_s: float) -> Hint:
-    """The chain leaves last, for `for_s` seconds: when a live request would otherwise find no page."""
-    return Hint("pin", for_s)
+    now_s: float
+    stamp: int
+    length: int
 
 
 class PathUse(NamedTuple):
     """A request's use of a path of the tree, when it ends.
 
     stamp, run, depth: what the tree stamped it with, the run of its last page, and the depth behind that.
-    base, names: how many pages its admission matched, and the names of the pages behind them, as far as they are known.
-    base_name: the name of the last matched page.   came_from: that page's stamp at admission; -1 without one.
-    began_s: when it was admitted.   out: tokens that it generated.
+    base, base_name: how many pages its admission matched, and the name of the last one.
+    names: of the pages behind them, as far as they are known.   out: how many tokens it generated.
     """
 
     stamp: int
@@ -69,10 +62,8 @@ class PathUse(NamedTuple):
     base: int
     base_name: int
     names: Sequence[int]
-    came_from: int
-    began_s: float
+    began: Began
     out: int
-    hint: Hint | None = None
 
 
 class Use:
@@ -137,13 +128,13 @@ class Uses:
 
     def used(self, path: PathUse) -> Use:
         """A request has ended."""
-        began_s = path.began_s
+        began_s = path.began.now_s
         self._pace(began_s)
         old, depth = self._before(path)
         usual = self._usual if self._usual is not None else math.log(GAP_S)
         start, gap = depth, Gap(usual, usual, path.out, 0, True)
         if old is not None:
-            if old.over or old.tail - depth <= depth - old.start:
+            if old.tail - depth <= depth - old.start:
                 start, gap = old.start, self._gone_on(old, began_s, path.out)
             else:  # a fork: it begins with the rhythm of the chain it left
                 old.start = depth
@@ -156,8 +147,6 @@ class Uses:
         self.of_stamp[path.stamp] = use
         self._of_name[name] = use
         self._young.append(use)
-        if path.hint is not None:
-            self.hint(use, path.hint)
         self._look()
         self.forecast.tick()
         return use
@@ -172,7 +161,7 @@ class Uses:
             old = of_name[known]
             if old.start < old.tail:
                 return old, old.tail
-        owner = self.of_stamp.get(path.came_from)
+        owner = self.of_stamp.get(path.began.stamp)
         if owner is None or path.base <= owner.start:
             return None, path.base
         return owner, path.base
@@ -180,7 +169,7 @@ class Uses:
     def _gone_on(self, old: Use, began_s: float, out: int) -> Gap:
         """`old` was used again: learns from it, ends it, and returns what is known of the chain now."""
         forecast = self.forecast
-        last = math.log(max(began_s - old.ended_s, 0.1 * self._between, 1e-6))
+        last = math.log(max(began_s - old.ended_s, 0.1 * self._between, GAP_S_MIN))
         forecast.learn(old.gap, last)
         if not old.over:
             forecast.used(old.group, old.counted, self._bin(old, began_s))
@@ -194,7 +183,7 @@ class Uses:
         """Keeps the usual time between two requests."""
         self.count += 1
         if self.count == 1:
-            self._between = 1e-6
+            self._between = GAP_S_MIN
         else:
             self._between += max(0.01, 1 / self.count) * (now_s - self._last_s - self._between)
         self._last_s = now_s
@@ -219,7 +208,8 @@ class Uses:
         for _ in range(min(LOOKS_YOUNG, len(young))):
             use = young.popleft()
             if self._is_alive(use):
-                self._count_waits(use, now_s)
+                if not use.over:
+                    self._count_waits(use, now_s)
                 (old if now_s - use.ended_s > 2.0 * use.scale else young).append(use)
         for _ in range(min(LOOKS_OLD, len(old))):
             use = old.popleft()
@@ -256,7 +246,7 @@ class Uses:
 
     def _forget(self, use: Use) -> None:
         """Nothing will go on with `use`; pages that it still owns stay its own."""
-        use.over = True
+        use.over, use.tail = True, -1
         if self._of_name.get(use.name) is use:
             del self._of_name[use.name]
         self._remembered.pop(use, None)
@@ -267,17 +257,18 @@ class Uses:
 
     def hint(self, use: Use, hint: Hint) -> None:
         """What the caller knows of the chain's future counts more than what was learned."""
-        if hint.kind == "discard":
-            use.discarded = True
-            self._forget(use)
-        elif hint.kind == "expect":
-            use.scale, use.group = max(hint.seconds, 1e-3), ANNOUNCED
-        else:
-            use.leave_s = self.now() + hint.seconds
+        match hint:
+            case Discard():
+                use.discarded = True
+                self._forget(use)
+            case Expect(after_s):
+                use.scale, use.group, use.counted = max(after_s, GAP_S_MIN), ANNOUNCED, 0
+            case Pin(for_s):
+                use.leave_s = self.now() + for_s
 
     # ------------------------------------------------------------------ what keeping a page costs
 
-    def cost(self, stamp: int, run: Run, now_s: float) -> float:
+    def cost(self, stamp: int, run: Run | None, now_s: float) -> float:
         """What keeping a page of `run`, last used at `stamp`, costs for each hit: seconds of a page's place."""
         use = self.of_stamp.get(stamp)
         if use is None:
@@ -285,7 +276,7 @@ class Uses:
         age = now_s - use.ended_s
         if now_s < use.leave_s:
             return -FOREVER
-        if use.discarded and run.end > use.start:
+        if use.discarded and (run is None or run.end > use.start):
             return FOREVER
         u = bin_of(age / use.scale)
         b = int(u)
