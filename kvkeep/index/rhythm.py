@@ -15,6 +15,9 @@ from kvkeep.index.uses import Uses
 ALL_MAX, DRAWN, KEPT = 32, 8, 24
 
 
+_cost = itemgetter(0)
+
+
 class RhythmOrder:
     """Compares a few runs on offer, drawn at random, and takes the costliest, tail first, use by use.
 
@@ -40,16 +43,18 @@ class RhythmOrder:
             self._runs.append(run)
 
     def coldest(self) -> Run | None:
-        runs = self._runs
-        if self._chosen and self._seen_at == self._uses.count:
+        runs, fresh = self._runs, self._seen_at == self._uses.count  # no request has ended since the last comparison
+        if self._chosen and fresh:
             _, _, stamp, run = self._seen[-1]
             if self._stamp(run) == stamp:
                 return run
-        while runs:
+        if not fresh or len(runs) <= ALL_MAX:
             self._compare()
-            if self._choose():
-                return self._seen[-1][3]
-        return None
+        while not self._choose():
+            if not runs:
+                return None
+            self._compare()
+        return self._seen[-1][3]
 
     def shelve(self, run: Run) -> None:
         _, at, _, chosen = self._seen.pop()
@@ -77,14 +82,12 @@ class RhythmOrder:
     def _compare(self) -> None:
         """Draws, drops what cannot leave any more, and keeps the costliest in mind."""
         runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self._uses.cost
-        now_s = self._uses.now()
-        seen = self._seen
-        if len(runs) <= ALL_MAX:
+        now_s, seen, count = self._uses.now(), self._seen, len(self._runs)
+        if count <= ALL_MAX:
             seen.clear()
-            drawn = iter(range(ALL_MAX))
+            drawn = list(range(count))
         else:
-            count = len(runs)
-            drawn = iter([int(random() * count) for _ in range(DRAWN if len(seen) >= KEPT // 2 else ALL_MAX)])
+            drawn = [int(random() * count) for _ in range(DRAWN if len(seen) >= KEPT // 2 else ALL_MAX)]
         for at in drawn:
             while at < len(runs):
                 run = runs[at]
@@ -93,7 +96,7 @@ class RhythmOrder:
                     seen.append((cost(stamp, run, now_s), at, stamp, run))
                     break
                 self._drop(at)  # another run comes in its place
-        seen.sort(key=itemgetter(0))
+        seen.sort(key=_cost)
         del seen[:-KEPT]
         self._seen_at = self._uses.count
 
@@ -102,16 +105,18 @@ class RhythmOrder:
         seen, runs, now_s = self._seen, self._runs, self._uses.now()
         while seen:
             was, at, stamp, run = seen[-1]
-            now = self._stamp(run) if at < len(runs) and runs[at] is run else NO_TAIL
-            if now != stamp:
+            found = self._stamp(run) if at < len(runs) and runs[at] is run else None
+            if found != stamp:
                 seen.pop()
+                if found == NO_TAIL:
+                    self._drop(at)
                 continue
             cost = self._uses.cost(stamp, run, now_s)
-            if cost >= was or len(seen) < 2 or cost >= seen[-2][0]:
+            if cost >= was or len(seen) == 1 or cost >= seen[-2][0]:
                 self._chosen = True
                 return True
             seen[-1] = (cost, at, stamp, run)
-            seen.sort(key=itemgetter(0))
+            seen.sort(key=_cost)
         self._chosen = False
         return False
 

@@ -338,8 +338,8 @@ class RunTree:
     def evict_doubles(self, count: int, colder_than: int) -> int:
         """Frees up to `count` host pages whose GPU copy leaves later than pages used at `colder_than`.
 
-        Nothing is lost with them.  Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go now are
-        looked at last.
+        Nothing is lost with them.  Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go
+        now are looked at last.
         """
         assert self.host is not None
         rank = self.host.order.rank

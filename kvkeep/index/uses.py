@@ -15,24 +15,27 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import log2
 from typing import NamedTuple
 
-from kvkeep.index.forecast import ANNOUNCED, GONE, TURN_CLASSES, Forecast, Gap, bin_of
+from kvkeep.index.forecast import ANNOUNCED, GONE, LOW, PER_OCTAVE, Forecast, bin_of, class_of
 from kvkeep.index.hints import Discard, Expect, Hint, Pin
 from kvkeep.index.run import Run
 
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
-REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 4, 0
-#: Waiting uses that are looked at with each new one: younger than twice their scale, and older.
-LOOKS_YOUNG, LOOKS_OLD = 4, 2
+REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 32, 32
 #: The least weight of the newest gap in a chain's smoothed gap, and of a chain's gap in the usual gap of all.
 SMOOTH, SMOOTH_ALL = 0.3, 0.02
-#: Before any gap is known: a usual gap in seconds.
-GAP_S = 30.0
+#: Before any gap is known: half a minute (log of seconds).
+LOG_GAP = math.log(30.0)
 #: The shortest gap that is told apart from none, in seconds.
 GAP_S_MIN = 1e-6
 
 FOREVER = math.inf
+#: More than keeping any page costs that may still be used, in seconds.
+GONE_COST = 1e12
+#: Below this age over scale the forecast has one bin.
+YOUNG = 2.0**LOW
 #: The stamp of no page.
 NO_STAMP = -1
 
@@ -70,29 +73,30 @@ class Use:
     """One use of a path, from the end of its request on.
 
     ended_s, scale: when that was, and in how many seconds the next one is expected.   group: its class in the forecast.
+    typical, last, out, turns: what the forecast learns from, see there; `turns` is how often the chain went on.
     start, tail, name: where the chain's own pages begin, the depth behind its last page, and that page's name.
     counted: up to which bin the forecast knows that it waited.   over: a later use went on, or it is gone.
-    run: where its pages hang, or hung; None when they have left.   leave_s: pinned until then.
+    run: where its pages hang, or hung; None when they have left.   hinted: `discarded`, or pinned until `leave_s`.
     worth: seconds of recomputation that a page saves, in those of a KV page.
     """
 
     __slots__ = (
-        "counted", "discarded", "ended_s", "gap", "group", "leave_s", "name", "over", "run", "scale", "stamp", "start",
-        "tail", "worth",
+        "counted", "discarded", "ended_s", "group", "hinted", "last", "leave_s", "name", "out", "over", "run", "scale",
+        "stamp", "start", "tail", "turns", "typical", "worth",
     )  # fmt: skip
 
-    def __init__(self, stamp: int, run: Run, start: int, tail: int, name: int, ended_s: float, gap: Gap) -> None:
+    def __init__(self, stamp: int, run: Run, start: int, tail: int, name: int, ended_s: float) -> None:
         self.stamp = stamp
         self.run: Run | None = run
         self.start = start
         self.tail = tail
         self.name = name
         self.ended_s = ended_s
-        self.gap = gap
+        self.typical = self.last = 0.0
+        self.out = self.turns = self.group = 0
         self.scale = 1.0
-        self.group = min(gap.turns.bit_length(), TURN_CLASSES - 1)
         self.counted = 0
-        self.over = self.discarded = False
+        self.over = self.hinted = self.discarded = False
         self.leave_s = -FOREVER
         self.worth = 1.0
 
@@ -128,27 +132,29 @@ class Uses:
 
     def used(self, path: PathUse) -> Use:
         """A request has ended."""
-        began_s = path.began.now_s
+        now_s, began_s, forecast = self.now(), path.began.now_s, self.forecast
         self._pace(began_s)
         old, depth = self._before(path)
-        usual = self._usual if self._usual is not None else math.log(GAP_S)
-        start, gap = depth, Gap(usual, usual, path.out, 0, True)
-        if old is not None:
-            if old.tail - depth <= depth - old.start:
-                start, gap = old.start, self._gone_on(old, began_s, path.out)
-            else:  # a fork: it begins with the rhythm of the chain it left
-                old.start = depth
-                typical = old.gap.typical if old.gap.turns else usual
-                gap = Gap(typical, typical, path.out, old.gap.turns, True)
         last = path.depth - path.base
         name = path.names[last - 1] if last > 0 else path.base_name
-        use = Use(path.stamp, path.run, start, path.depth, name, self.now(), gap)
-        use.scale = self.forecast.predict(gap)
+        use = Use(path.stamp, path.run, depth, path.depth, name, now_s)
+        use.out = path.out
+        use.typical = use.last = self._usual if self._usual is not None else LOG_GAP
+        if old is not None:
+            if old.tail - depth <= depth - old.start:
+                self._go_on(use, old, began_s)
+            else:  # a fork: it begins with the rhythm of the chain it left
+                old.start = depth
+                use.turns = old.turns
+                if old.turns:
+                    use.typical = use.last = old.typical
+        use.group = class_of(use.turns)
+        use.scale = forecast.predict(use.typical, use.last, use.out)
         self.of_stamp[path.stamp] = use
         self._of_name[name] = use
         self._young.append(use)
-        self._look()
-        self.forecast.tick()
+        self._look(now_s)
+        forecast.tick()
         return use
 
     def _before(self, path: PathUse) -> tuple[Use | None, int]:
@@ -166,18 +172,17 @@ class Uses:
             return None, path.base
         return owner, path.base
 
-    def _gone_on(self, old: Use, began_s: float, out: int) -> Gap:
-        """`old` was used again: learns from it, ends it, and returns what is known of the chain now."""
-        forecast = self.forecast
-        last = math.log(max(began_s - old.ended_s, 0.1 * self._between, GAP_S_MIN))
-        forecast.learn(old.gap, last)
+    def _go_on(self, use: Use, old: Use, began_s: float) -> None:
+        """`use` is the next one after `old` of a chain: learns from that, and ends `old`."""
+        gap_s = max(began_s - old.ended_s, 0.1 * self._between, GAP_S_MIN)
+        last = math.log(gap_s)
+        self.forecast.learn(old.typical, old.last, old.out, last)
         if not old.over:
-            forecast.used(old.group, old.counted, self._bin(old, began_s))
+            self.forecast.used(old.group, old.counted, int(bin_of(gap_s / old.scale)))
         self._usual = last if self._usual is None else self._usual + SMOOTH_ALL * (last - self._usual)
-        turns = old.gap.turns + 1
-        weight = max(SMOOTH, 1 / turns)
+        use.start, use.turns, use.last = old.start, old.turns + 1, last
+        use.typical = old.typical + max(SMOOTH, 1 / use.turns) * (last - old.typical)
         self._forget(old)
-        return Gap(old.gap.typical + weight * (last - old.gap.typical), last, out, turns, False)
 
     def _pace(self, now_s: float) -> None:
         """Keeps the usual time between two requests."""
@@ -188,37 +193,31 @@ class Uses:
             self._between += max(0.01, 1 / self.count) * (now_s - self._last_s - self._between)
         self._last_s = now_s
 
-    @staticmethod
-    def _bin(use: Use, now_s: float) -> int:
-        """How long `use` has waited, as a bin of the forecast."""
-        return int(bin_of((now_s - use.ended_s) / use.scale))
+    def _look(self, now_s: float) -> None:
+        """Looks at two of the waiting uses in turn: how long have they waited, are their pages still there?"""
+        young, old = self._young, self._old
+        use = young.popleft()
+        if self._is_alive(use):
+            age = now_s - use.ended_s
+            if not use.over:
+                self._count_waits(use, age)
+            (old if age > 2.0 * use.scale else young).append(use)
+        if old:
+            use = old.popleft()
+            if self._is_alive(use):
+                if not use.over:
+                    use.over = self._count_waits(use, now_s - use.ended_s) >= GONE
+                old.append(use)
+        while len(self._remembered) > self._remembered_max:
+            self._forget(next(iter(self._remembered)))
 
-    def _count_waits(self, use: Use, now_s: float) -> int:
+    def _count_waits(self, use: Use, age: float) -> int:
         """Tells the forecast how long `use` has waited by now, and returns that as a bin."""
-        at = self._bin(use, now_s)
+        at = int(bin_of(age / use.scale))
         if at > use.counted:
             self.forecast.waited(use.group, use.counted, at)
             use.counted = at
         return at
-
-    def _look(self) -> None:
-        """Looks at a few of the waiting uses in turn: how long have they waited, are their pages still there?"""
-        now_s = self.now()
-        young, old = self._young, self._old
-        for _ in range(min(LOOKS_YOUNG, len(young))):
-            use = young.popleft()
-            if self._is_alive(use):
-                if not use.over:
-                    self._count_waits(use, now_s)
-                (old if now_s - use.ended_s > 2.0 * use.scale else young).append(use)
-        for _ in range(min(LOOKS_OLD, len(old))):
-            use = old.popleft()
-            if self._is_alive(use):
-                if not use.over and self._count_waits(use, now_s) >= GONE:
-                    use.over = True
-                old.append(use)
-        while len(self._remembered) > self._remembered_max:
-            self._forget(next(iter(self._remembered)))
 
     def _is_alive(self, use: Use) -> bool:
         """Whether anything of `use` is cached, or it may still be gone on with."""
@@ -259,12 +258,12 @@ class Uses:
         """What the caller knows of the chain's future counts more than what was learned."""
         match hint:
             case Discard():
-                use.discarded = True
+                use.discarded = use.hinted = True
                 self._forget(use)
             case Expect(after_s):
                 use.scale, use.group, use.counted = max(after_s, GAP_S_MIN), ANNOUNCED, 0
             case Pin(for_s):
-                use.leave_s = self.now() + for_s
+                use.leave_s, use.hinted = self.now() + for_s, True
 
     # ------------------------------------------------------------------ what keeping a page costs
 
@@ -274,14 +273,18 @@ class Uses:
         if use is None:
             return FOREVER
         age = now_s - use.ended_s
-        if now_s < use.leave_s:
-            return -FOREVER
-        if use.discarded and (run is None or run.end > use.start):
-            return FOREVER
-        u = bin_of(age / use.scale)
+        if use.hinted:
+            if now_s < use.leave_s:
+                return -FOREVER
+            if use.discarded and (run is None or run.end > use.start):
+                return FOREVER
+        scale = use.scale
+        row = self.forecast.table[use.group]
+        if age <= scale * YOUNG:
+            return scale * row[0] / use.worth
+        u = (log2(age / scale) - LOW) * PER_OCTAVE
         b = int(u)
         if b >= GONE:  # oldest first
-            return 1e12 + age
-        row = self.forecast.table[use.group]
+            return GONE_COST + age
         low = row[b]
-        return use.scale * (low + (u - b) * (row[b + 1] - low)) / use.worth
+        return scale * (low + (u - b) * (row[b + 1] - low)) / use.worth
