@@ -343,14 +343,14 @@ class RunTree:
         """
         assert self.host is not None
         rank = self.host.order.rank
-        done, least = 0, rank(colder_than)
+        done, bound = 0, rank(colder_than)
         for _ in range(min(len(self.doubles), count + DOUBLES_LOOK_MAX)):
             page = next(iter(self.doubles))
             del self.doubles[page]
             run, depth = self.host.run_of[page], self.host.depth_of[page]
             if run is None or depth >= run.gpu_end:
                 continue
-            if not self.host.ledger.is_idle(page) or rank(run.stretch(depth)[0]) >= least:
+            if not self.host.ledger.is_idle(page) or rank(run.stretch(depth)[0]) >= bound:
                 self.doubles[page] = None
                 continue
             self.lose_host(page)
@@ -363,10 +363,10 @@ class RunTree:
         """Frees up to `count` host pages: last copies at ends of chains that leave before pages of that stamp."""
         assert self.host is not None
         ledger, order = self.host.ledger, self.host.order
-        done, least = 0, order.rank(colder_than)
+        done, bound = 0, order.rank(colder_than)
         while done < count:
             run = order.coldest()
-            if run is None or order.rank(run.stamps[0]) < least:  # of equal ranks, the end of the chain is colder
+            if run is None or order.rank(run.stamps[0]) < bound:  # of equal ranks, the end of the chain is colder
                 break
             assert run.host is not None
             least = max(run.gpu_end, run.stretch(run.end - 1)[1])

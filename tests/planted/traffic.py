@@ -312,14 +312,14 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-hot-page-keeps-its-place-below",
         RUNS,
-        "if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] <= colder_than:",
-        "if not self.host.ledger.is_idle(page) or run.stretch(depth)[0] >= colder_than:",
+        "if not self.host.ledger.is_idle(page) or rank(run.stretch(depth)[0]) >= bound:",
+        "if not self.host.ledger.is_idle(page) or rank(run.stretch(depth)[0]) <= bound:",
         (FOUND + "test_a_host_copy_of_a_page_that_became_hot_gives_way",),
     ),
     Bug(
         "tree-host-evicts-what-is-hotter",
         RUNS,
-        "if run is None or run.stamps[0] > colder_than:",
+        "if run is None or order.rank(run.stamps[0]) < bound:",
         "if run is None:",
         (TIERS + "test_a_hotter_page_below_is_not_pushed_out_by_a_colder_one",),
     ),
