@@ -21,7 +21,7 @@ BATCH = 8
 
 
 class ManyRuns:
-    """A pool full of `runs` cached chains; each step one chain is used, and new ones take the place of `BATCH` pages."""
+    """A pool full of `runs` cached chains: in each step one is used, `BATCH` pages leave, and new chains come in."""
 
     def __init__(self, pages: int, runs: int, name: str) -> None:
         self.seconds = 0.0
@@ -82,7 +82,7 @@ class ManyRuns:
             self.store()
 
     def sample(self, what: str, times: int) -> Sample:
-        """Microseconds: of a page that leaves ("evict"), of a use that is learned ("learn", a mean: it comes in lumps)."""
+        """Microseconds: of a page that leaves ("evict"), of a use that is learned ("learn": a mean, it comes in lumps)."""
 
         def sample() -> list[float]:
             self.learn_ns.clear()

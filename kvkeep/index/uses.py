@@ -24,6 +24,8 @@ from kvkeep.index.run import Run
 
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
 REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 32, 32
+#: With each use one younger than twice its scale is looked at, and with each so many an older one.
+LOOK_OLD_EVERY = 4
 #: The least weight of the newest gap in a chain's smoothed gap, and of a chain's gap in the usual gap of all.
 SMOOTH, SMOOTH_ALL = 0.3, 0.02
 #: Before any gap is known: half a minute (log of seconds).
@@ -194,7 +196,7 @@ class Uses:
         self._last_s = now_s
 
     def _look(self, now_s: float) -> None:
-        """Looks at two of the waiting uses in turn: how long have they waited, are their pages still there?"""
+        """Looks at a few of the waiting uses in turn: how long have they waited, are their pages still there?"""
         young, old = self._young, self._old
         use = young.popleft()
         if self._is_alive(use):
@@ -202,7 +204,7 @@ class Uses:
             if not use.over:
                 self._count_waits(use, age)
             (old if age > 2.0 * use.scale else young).append(use)
-        if old:
+        if old and not self.count % LOOK_OLD_EVERY:
             use = old.popleft()
             if self._is_alive(use):
                 if not use.over:
