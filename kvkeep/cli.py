@@ -1,4 +1,4 @@
-"""The command line: kvkeep demo, verify and bench.
+"""The command line: kvkeep demo, verify, replay and bench.
 
 Must not import torch, transformers or rich before a command needs them; must not measure anything itself.
 """
@@ -35,15 +35,17 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0 fine, 1 a promise is broken, 2 bad input, 130 interrupted."""
+    said = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
+        return _run(said)
     except (BadInput, KvkeepError) as error:
         return _complain(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ENGINE_EXTRA:
             raise
-        return _complain(f"this command needs {package}, which is not installed: pip install 'kvkeep[engine]'")
+        extra = "replay" if said[:1] == ["replay"] else "engine"
+        return _complain(f"this command needs {package}, which is not installed: pip install 'kvkeep[{extra}]'")
     except KeyboardInterrupt:
         print("kvkeep: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -135,6 +137,43 @@ def _verify(arguments: argparse.Namespace) -> Report:
     )
 
 
+def _replay(arguments: argparse.Namespace) -> Report:
+    from kvkeep.replay import command
+    from kvkeep.replay.result import Settings
+
+    return command.run(
+        command.ReplayOptions(
+            trace=arguments.trace,
+            settings=Settings(
+                gpu_tokens=arguments.gpu_tokens,
+                cpu_tokens=arguments.cpu_tokens,
+                accounting=arguments.accounting,
+                eviction=arguments.eviction,
+                index_at=arguments.index_at,
+                concurrency=arguments.concurrency,
+                prefill_tokens_per_s=arguments.prefill_rate,
+                decode_tokens_per_s=arguments.decode_rate,
+                link_tokens_per_s=arguments.link_rate,
+            ),
+            page_size=arguments.page_size,
+            order=arguments.order,
+            sessions=arguments.sessions,
+            limit=arguments.limit,
+            prompts_only=arguments.prompts_only,
+            best=not arguments.no_best,
+            tokenizer=arguments.tokenizer,
+            skip_bad=arguments.skip_bad,
+            names_folder=_cache_folder(),
+        )
+    )
+
+
+def _cache_folder() -> Path:
+    """Where a user's caches are, by the XDG rules: an absolute $XDG_CACHE_HOME, or ~/.cache."""
+    said = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (said if said.is_absolute() else Path.home() / ".cache") / "kvkeep"
+
+
 def _bench(arguments: argparse.Namespace) -> Report:
     from kvkeep import benching
 
@@ -156,6 +195,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_demo(commands)
     _add_verify(commands)
+    _add_replay(commands)
     _add_bench(commands)
     return parser
 
@@ -212,6 +252,42 @@ def _add_verify(commands: "argparse._SubParsersAction[Parser]") -> None:
     _add_model_options(verify)
 
 
+def _add_replay(commands: "argparse._SubParsersAction[Parser]") -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="replay recorded requests over the index and the eviction order, without a model",
+        description="Recorded requests over the real index, pools and eviction order, without a model and without "
+        "page bytes: what each tier hits, what waits, what the best possible order would hit in the same room.",
+        allow_abbrev=False,
+    )
+    replay.set_defaults(command=_replay, name="replay")
+    add = replay.add_argument
+    add("trace", type=Path, metavar="TRACE", help="a trace file, or the NAME of NAME.sessions.jsonl.gz")
+    add("--gpu-tokens", type=_count, required=True, metavar="N", help="token positions that the GPU tier holds")
+    add("--cpu-tokens", type=_count_or_none, default=0, metavar="N", help="and the tier in host memory (0: none)")
+    add("--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)")
+    add("--order", metavar="ORDER", help="recorded, rotate:N (N sessions in turn) or open:N (N at their own pace)")
+    add("--sessions", type=_count, metavar="N", help="only the first N sessions")
+    add("--limit", type=_count, metavar="N", help="stop after N requests")
+    add("--eviction", default="lru", metavar="NAME", help="the order in which cached pages leave (lru)")
+    add(
+        "--accounting",
+        choices=("engine", "reference"),
+        default="engine",
+        help="engine: requests last, and hold their pages and a tail page; reference: only full cached pages count",
+    )
+    add("--index-at", choices=("seal", "finish"), default="seal", help="when pages become visible (seal)")
+    add("--concurrency", type=_count, metavar="N", help="live requests at most (1 in a rotation, else any number)")
+    add("--prefill-rate", type=_rate, default=50_000.0, metavar="R", help="tokens a second, one prompt a time (50000)")
+    add("--decode-rate", type=_rate, default=50.0, metavar="R", help="tokens a second, each request (50)")
+    add("--link-rate", type=_rate, metavar="R", help="tokens a second between the tiers (copies take no time)")
+    add("--prompts-only", action="store_true", help="as if generated pages were not stored")
+    add("--no-best", action="store_true", help="leave the best possible out")
+    add("--tokenizer", type=Path, metavar="FILE", help="the tokenizer.json that chat logs are tokenised with")
+    add("--skip-bad", action="store_true", help="leave malformed lines out, and use what there is of a cut file")
+    _add_json(replay)
+
+
 def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
     bench = commands.add_parser(
         "bench",
@@ -253,6 +329,16 @@ def _count_or_none(text: str) -> int:
 
 def _seed(text: str) -> int:
     return _integer(text, at_least=0)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not usable here: it must be a number above 0")
+    return value
 
 
 def _integer(text: str, at_least: int) -> int:

@@ -117,6 +117,7 @@ class Counting:
             pages_evicted=room.pages_evicted,
             pages_demoted=room.pages_demoted,
             pages_lost=room.pages_lost,
+            evict_ns=room.evict_ns,
             host_pages_total=host.ledger.total if host is not None else 0,
             host_pages_free=host.ledger.free if host is not None else 0,
             host_pages_cached=host.ledger.idle if host is not None else 0,

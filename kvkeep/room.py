@@ -6,6 +6,7 @@ A page with a host copy just leaves.  One without is demoted when the request ca
 dropped when it cannot (a running decode), or when its place below would cost a hotter page.
 """
 
+import time
 from array import array
 from collections.abc import Mapping
 
@@ -42,7 +43,7 @@ class Room:
     window: how many of the coldest pages may leave in another order than the eviction order's: those with a host copy
         first.
     pages_evicted: pages that have left the GPU pool.   pages_demoted: of those, the ones copied down on the way.
-    pages_lost: of those, the ones whose last copy that was.
+    pages_lost: of those, the ones whose last copy that was.   evict_ns: what finding them took.
     """
 
     def __init__(self, ledger: Ledger, tree: RunTree, leases: Mapping[int, Lease], traffic: Traffic | None) -> None:
@@ -56,6 +57,7 @@ class Room:
         self.pages_evicted = 0
         self.pages_demoted = 0
         self.pages_lost = 0
+        self.evict_ns = 0
 
     def take(self, count: int, owner: int, drains: "Drains | None" = None) -> "array[int]":
         """`count` OPEN pages for `owner`, or at their end some that are DRAINING to it, as many as `drains` allows.
@@ -69,6 +71,7 @@ class Room:
             return ledger.open(count, owner)
         if short > ledger.idle:
             raise self.out_of_pages(count, short - ledger.idle)
+        begun_ns = time.perf_counter_ns()
         if self._traffic is None:
             pages = self._tree.evict(short)
             ledger.recycle(pages, owner)
@@ -79,6 +82,7 @@ class Room:
                 pages.extend(self._evict(left, owner, self._traffic, drains))
                 if len(pages) + (drains.count if drains is not None else 0) < short and not self._traffic.shed():
                     break
+        self.evict_ns += time.perf_counter_ns() - begun_ns
         self.pages_evicted += len(pages)
         rest = count - len(pages)
         if drains is not None and drains.copies:

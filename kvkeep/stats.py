@@ -38,7 +38,7 @@ class CacheStats:
     room_wait: the part of it until its pages had been copied down for those that had them before; of those that had to
         wait for that.  Nobody has, while cold pages are copied down ahead of need.
     pages_evicted have left the GPU pool to make room: pages_demoted of them were copied down on the way, pages_lost had
-    no copy left.
+    no copy left.  evict_ns: nanoseconds spent on choosing them and taking them out of the index.
     """
 
     pages_total: int
@@ -60,6 +60,7 @@ class CacheStats:
     pages_evicted: int
     pages_demoted: int
     pages_lost: int
+    evict_ns: int
     host_pages_total: int
     host_pages_free: int
     host_pages_cached: int

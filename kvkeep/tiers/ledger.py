@@ -236,16 +236,26 @@ class Ledger:
 
     def drop(self, pages: "array[int]") -> int:
         """The index stops owning the pages; those without a holder become FREE.  Returns how many did."""
-        if not pages:
-            return 0
-        ids = as_index(pages)
-        found = self._words_np.take(ids)
-        bad = found & 1 == 0
-        if np.count_nonzero(bad):
-            raise self._broken("dropped", int(ids[bad.argmax()]))
-        found -= 1
-        self._words_np[ids] = found
-        freed = array("i", ids[found == 0].astype(np.int32).tobytes())
+        if len(pages) <= SCALAR_PAGES_MAX:
+            words, freed = self._words, array("i")
+            for p in pages:
+                if not words[p] & 1:
+                    raise self._broken("dropped", p)
+            for p in pages:
+                if not words[p] & 1:
+                    raise self._broken("dropped twice in one batch", p)
+                words[p] -= 1
+                if not words[p]:
+                    freed.append(p)
+        else:
+            ids = as_index(pages)
+            found = self._words_np.take(ids)
+            bad = found & 1 == 0
+            if np.count_nonzero(bad):
+                raise self._broken("dropped", int(ids[bad.argmax()]))
+            found -= 1
+            self._words_np[ids] = found
+            freed = array("i", ids[found == 0].astype(np.int32).tobytes())
         self.idle -= len(freed)
         self._set_free(freed)
         return len(freed)

@@ -15,9 +15,10 @@ TINY = ("--model", "stories260k", "--page-size", "16")
 
 
 @pytest.fixture
-def kvkeep_environment(repo_root: Path) -> dict[str, str]:
+def kvkeep_environment(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which this tree is the one imported. One thread: several tests may share the cores."""
-    return {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    own = {"PYTHONPATH": str(repo_root), "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 
 @pytest.fixture

@@ -329,6 +329,15 @@ def test_no_page_is_freed_twice_even_by_one_batch(size: int) -> None:
         ledger.release(pages, "a")
 
 
+def test_the_index_lets_go_of_a_page_once_in_a_batch() -> None:
+    """A small batch to drop that lists a page twice is stopped, though a request holds the page as well."""
+    ledger = Ledger(8)
+    pages = ready_pages(ledger, 2)
+    ledger.keep(pages)
+    with pytest.raises(InvariantViolation, match=f"page {pages[1]} dropped twice"):
+        ledger.drop(array("i", [pages[0], pages[1], pages[1]]))
+
+
 @BOTH
 def test_pages_of_two_owners_are_freed_by_the_last(kind: type[Ledger]) -> None:
     """A page that two requests hold is free when both have let go, and not before."""

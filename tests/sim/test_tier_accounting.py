@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep.replay.formats import read_trace
+from kvkeep.replay.orders import Order
 from tests.sim.instant import Hits, Instant, Turn, hits_of
 from tests.sim.rig import Rig
-from tests.traces.reader import in_order, read_trace
 
 PAGE_SIZE = 2
 LONG = 40  # tokens
@@ -61,10 +62,10 @@ def test_nothing_is_lost_that_has_a_place() -> None:
 @pytest.mark.parametrize(("pages", "host_pages"), [(2048, 8192), (4096, 4096)])
 def test_a_recorded_trace_hits_what_lru_hits(shared_dir: Path, pages: int, host_pages: int) -> None:
     """32 sessions in rotation over pages of 16 tokens, the pool too small for them: within a hundredth of exact LRU."""
-    trace = read_trace(shared_dir / "traces", "tau_retail_200")
+    trace = read_trace(shared_dir / "traces" / "tau_retail_200")
     turns = [
-        Turn(trace[request.session].ids[: request.prompt_len], trace[request.session].ids[: request.final_len])
-        for request in in_order(trace, "round_robin_32")
+        Turn(trace.chains[request.chain][: request.prompt_len], trace.chains[request.chain][: request.final_len])
+        for request in Order("rotate", 32).arrivals(trace).requests
     ]
     want, got = lru(pages, host_pages, turns, 16), hits_of(pages, host_pages, turns, 16)
     assert want.gpu == got.gpu

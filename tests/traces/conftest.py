@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 
-from tests.traces.reader import Session, read_trace
+from kvkeep.replay.formats import read_trace
+from kvkeep.replay.pages import Pages
 
-Trace = Callable[[str], list[Session]]
+#: Reads a trace of the reference material by name and cuts it into pages of a size, each once.
+Cut = Callable[[str, int], Pages]
+
+BLOCK_TRACES = ("claude_code_355", "mooncake_conversation")
 
 
 @pytest.fixture(scope="session")
-def trace(shared_dir: Path) -> Trace:
-    """Reads a trace of the reference material by name, once."""
-    return cache(lambda name: read_trace(shared_dir / "traces", name))
+def cut(shared_dir: Path) -> Cut:
+    def trace_path(name: str) -> Path:
+        return shared_dir / "traces" / (f"{name}.jsonl.gz" if name in BLOCK_TRACES else name)
+
+    read = cache(lambda name: read_trace(trace_path(name)))
+    return cache(lambda name, page_size: Pages(read(name), page_size))
 
 
 @pytest.fixture(scope="session")
