@@ -102,7 +102,7 @@ class Storing:
         """Notes for an order that learns when `lease` was admitted, and behind which use."""
         if self._uses is not None:
             place = self.place(lease)
-            stamp = NO_STAMP if place is None or not place.depth else place.run.stretch(place.depth - 1)[0]
+            stamp = NO_STAMP if place is None else self._tree.stamp(place)
             lease.began = Began(self._uses.now(), stamp, lease.length)
 
     def ended(self, lease: Lease) -> None:
@@ -113,12 +113,11 @@ class Storing:
         place = self.place(lease)
         if place is None or not place.depth:
             return
-        run, depth = place
-        stamp = run.stretch(depth - 1)[0]
+        stamp = self._tree.stamp(place)
         if stamp in uses.of_stamp:  # aborted before it stored anything: whoever used these pages last still is that
             return
         out = max(lease.length - began.length, 0)
-        lease.use = uses.used(PathUse(stamp, run, depth, lease.base, lease.base_name, lease.names, began, out))
+        lease.use = uses.used(PathUse(stamp, *place, lease.base, lease.base_name, lease.names, began, out))
         if lease.hint is not None:
             uses.hint(lease.use, lease.hint)
 

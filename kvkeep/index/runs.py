@@ -21,6 +21,7 @@ from kvkeep.index.family import add_child, below, parent_of, replace_child
 from kvkeep.index.names import Hash64, Identity, PageMedia, hash64
 from kvkeep.index.run import NOWHERE, Root, Run
 from kvkeep.index.tiermap import TierMap
+from kvkeep.index.uses import NO_STAMP
 from kvkeep.index.watch import Reason
 from kvkeep.tiers.ledger import Ledger, as_index
 
@@ -124,6 +125,11 @@ class RunTree:
         """The place behind a GPU page, or None when the page is not in the tree."""
         run = self.gpu.run_of[page]
         return None if run is None else Place(run, self.gpu.depth_of[page] + 1)
+
+    def stamp(self, place: Place) -> int:
+        """When the page before `place` was last used, or NO_STAMP at a root."""
+        run, depth = place
+        return run.stretch(depth - 1)[0] if depth else NO_STAMP
 
     def page_at(self, place: Place, depth: int) -> int:
         """The GPU page at `depth` on the path that ends at `place`."""
