@@ -3,13 +3,13 @@
 Must not know a trace: chains come back at random, some sooner than others, and a few never do.
 """
 
-from array import array
 from time import perf_counter_ns as now_ns
 
 import numpy as np
 
 from bench._cases import PAGE, Sample
 from kvkeep.index.eviction import EvictionOrder, LruOrder
+from kvkeep.index.forecast import REFRESH_USES
 from kvkeep.index.names import TOKEN_NBYTES, make_identity
 from kvkeep.index.rhythm import RhythmOrder
 from kvkeep.index.runs import Place, RunTree
@@ -18,6 +18,8 @@ from kvkeep.tiers.ledger import Ledger
 
 #: Pages that leave together.
 BATCH = 8
+#: Uses after which what was learned is worked in: a figure must not leave that out.
+BLOCK = REFRESH_USES
 
 
 class ManyRuns:
@@ -82,7 +84,7 @@ class ManyRuns:
             self.store()
 
     def sample(self, what: str, times: int) -> Sample:
-        """Microseconds: of a page that leaves ("evict"), of a use that is learned ("learn": a mean, it comes in lumps)."""
+        """Microseconds: of a page that leaves ("evict"), or of a use that is learned ("learn": means of BLOCK uses)."""
 
         def sample() -> list[float]:
             self.learn_ns.clear()
@@ -90,12 +92,8 @@ class ManyRuns:
             for _ in range(times):
                 self.step()
             if what == "learn":
-                return [sum(self.learn_ns) / len(self.learn_ns) / 1e3]
+                blocks = range(0, len(self.learn_ns) - BLOCK + 1, BLOCK)
+                return [sum(self.learn_ns[at : at + BLOCK]) / BLOCK / 1e3 for at in blocks]
             return [ns / 1e3 / BATCH for ns in self.evict_ns]
 
         return sample
-
-
-def runs_of(tree: RunTree) -> "array[int]":
-    """Pages of each run, for a look at the pool."""
-    return array("i", (len(run.pages) for run in tree.runs()))
