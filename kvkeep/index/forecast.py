@@ -21,7 +21,7 @@ LOW, PER_OCTAVE, BINS = -4.0, 4, 48
 #: Classes of chains: those that went on 0, 1-3, 4-15 and more times; and those whose return was announced.
 ANNOUNCED, CLASSES = 4, 5
 #: Uses after which regression and table are computed afresh: at first, and after that many uses.
-REFRESH_USES_FIRST, REFRESH_USES, SETTLED_USES = 32, 128, 1024
+REFRESH_USES_FIRST, REFRESH_USES, SETTLED_USES = 32, 256, 1024
 #: What a use still counts in the histogram after as many more: a memory of about 1,250 uses.
 KEEP_HISTOGRAM = 0.9992
 #: Hazard of a bin before any data, and how many waits that is worth; how many waits the pooled curve is worth.

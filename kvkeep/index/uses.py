@@ -24,8 +24,8 @@ from kvkeep.index.run import Run
 
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
 REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 32, 32
-#: With each use one younger than twice its scale is looked at, and with each so many an older one.
-LOOK_OLD_EVERY = 4
+#: After so many uses one that waits is looked at that is younger than twice its scale; after so many, an older one.
+LOOK_EVERY, LOOK_OLD_EVERY = 2, 4
 #: The least weight of the newest gap in a chain's smoothed gap, and of a chain's gap in the usual gap of all.
 SMOOTH, SMOOTH_ALL = 0.3, 0.02
 #: Before any gap is known: half a minute (log of seconds).
@@ -197,6 +197,8 @@ class Uses:
 
     def _look(self, now_s: float) -> None:
         """Looks at a few of the waiting uses in turn: how long have they waited, are their pages still there?"""
+        if self.count % LOOK_EVERY:
+            return
         young, old = self._young, self._old
         use = young.popleft()
         if self._is_alive(use):
