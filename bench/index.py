@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench import _cases as cases
+from bench._eviction import ManyRuns
 from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, measure, row, table
 from bench._requests import Requests, bytes_per_page_runs, bytes_per_page_w1, resident_bytes_per_page_w1
 from bench._workload import Workload, agent_workload
@@ -45,7 +46,7 @@ def run(arguments: list[str]) -> Report:
     rounds = options.rounds or sizes.rounds
     workload = agent_workload(sessions=sizes.sessions, turns=sizes.turns)
     requests = {name: Requests(workload, tokens) for name, (tokens, _) in CAPACITIES.items()}
-    every = [*_index_cases(sizes), *_allocation_cases(sizes), *_request_cases(requests)]
+    every = [*_index_cases(sizes), *_allocation_cases(sizes), *_order_cases(sizes), *_request_cases(requests)]
     measured = measure(every, rounds)
     rows = [row(entry, measured) for entry in measured.values()]
     w1_nbytes = bytes_per_page_w1(sizes.pool_pages)
@@ -115,6 +116,18 @@ def _allocation_cases(sizes: Sizes) -> Iterator[Case]:
             what = f"room for {count} in a pool full of cached runs of {run_pages}, a page"
             yield Case(f"alloc_us_per_page_{count}{suffix}", what, pool.take(count, times), limit)
         yield Case(f"extend_us_one_page{suffix}", f"extend by a page, runs of {run_pages}", pool.extend(1, sizes.times))
+
+
+def _order_cases(sizes: Sizes) -> Iterator[Case]:
+    runs = sizes.pool_pages * 10_000 // 32_768
+    for name, limit in (("lru", None), ("rhythm", 3.0)):
+        pool = ManyRuns(sizes.pool_pages, runs, name)
+        what = (
+            f"{name}: a page that leaves with 7 others, {sizes.pool_pages:,} pages in {runs:,} runs, one used a batch"
+        )
+        yield Case(f"{name}_evict_us_per_page", what, pool.sample("evict", 32 * sizes.times), limit)
+        if limit is not None:
+            yield Case(f"{name}_learn_us", "what is learned of a request", pool.sample("learn", 32 * sizes.times), 5.0)
 
 
 def _request_cases(requests: dict[str, Requests]) -> Iterator[Case]:

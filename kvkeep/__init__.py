@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, KvkeepError, OutOfPages
+from kvkeep.index.hints import Discard, Expect, Pin
 from kvkeep.index.names import Identity, MediaItem
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
@@ -16,6 +17,8 @@ from kvkeep.tiers.layout import PageLayout
 __all__ = [
     "BadInput",
     "CacheConfig",
+    "Discard",
+    "Expect",
     "GpuPool",
     "Identity",
     "InvariantViolation",
@@ -24,6 +27,7 @@ __all__ = [
     "MediaItem",
     "OutOfPages",
     "PageLayout",
+    "Pin",
     "TieredCache",
     "__version__",
 ]

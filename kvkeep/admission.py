@@ -93,6 +93,7 @@ class Admission:
             self._traffic.join(pages[:matched], lease)
             for copy in drains.copies:
                 self._traffic.copies.wait(lease, copy)
+        self._storing.begun(lease)
         self._leases[number] = lease
         if self._misses is not None and reuse is not None:
             looked = Looked(matched, limit, name, host_found - (matched - on_gpu), declined, reuse)

@@ -18,7 +18,8 @@ from kvkeep.costs import Costs
 from kvkeep.counting import Counting
 from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
 from kvkeep.index.check import check_tree
-from kvkeep.index.eviction import EvictionOrder, LruOrder, Tier
+from kvkeep.index.eviction import EvictionOrder, Tier
+from kvkeep.index.hints import Hint
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
@@ -35,6 +36,7 @@ from kvkeep.index.names import (
     page_media,
     self_test,
 )
+from kvkeep.index.orders import make_order
 from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Listener, Names, names_in, watch_tree
@@ -49,8 +51,6 @@ from kvkeep.tiers.ledger import Ledger, page_ids
 from kvkeep.traffic import Suspended, Traffic
 from kvkeep.transfer.backend import After
 from kvkeep.transfer.manager import Completion, TransferManager
-
-ORDERS: dict[str, type[LruOrder]] = {"lru": LruOrder}
 
 
 class TieredCache:
@@ -97,12 +97,12 @@ class TieredCache:
         self._ledger = ledger if ledger is not None else Ledger(pool.pages)
         if self._ledger.total != pool.pages:
             raise BadInput(f"a ledger of {self._ledger.total} pages for a pool of {pool.pages}")
-        self._order = order if order is not None else ORDERS[config.eviction]()
+        self._order = order if order is not None else make_order(config.eviction, pool.pages)
         self._host: TierMap | None = None
         self._traffic: Traffic | None = None
         self.transfers = transfers
         if host is not None and host.pages and transfers is not None:
-            self._host = TierMap(host_ledger or Ledger(host.tier_pages), ORDERS[config.eviction](Tier.HOST))
+            self._host = TierMap(host_ledger or Ledger(host.tier_pages), self._order.for_tier(Tier.HOST))
         self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
         if host is not None and host.pages and transfers is not None:
             parking = parking_ledger or Ledger(host.suspend_pages)
@@ -195,7 +195,7 @@ class TieredCache:
         the pages become visible to other requests now.
         """
         self._check_live(lease)
-        self._check_kv_len(lease, kv_len)
+        lease.check_kv_len(kv_len, self._page_size)
         lease.kv_len = kv_len
         if kv_len // self._page_size <= lease.sealed:
             return
@@ -236,17 +236,22 @@ class TieredCache:
         lease.length = length
         lease.kv_len = min(lease.kv_len, length)
 
-    def finish(self, lease: Lease, kv_len: int) -> None:
+    def finish(self, lease: Lease, kv_len: int, hint: Hint | None = None) -> None:
         """Ends a request whose first `kv_len` positions hold committed KV: its full pages stay, the rest is free."""
         self._check_live(lease)
-        self._check_kv_len(lease, kv_len)
-        lease.kv_len = kv_len
+        lease.check_kv_len(kv_len, self._page_size)
+        lease.kv_len, lease.hint = kv_len, hint or lease.hint
         names = self._storing.name_full_pages(lease)
         with self._lock:
             self._storing.seal_pages(lease, names)
             if not self._storing.store(lease):
                 self._storing.touch(lease)
             self._end(lease)
+
+    def hint(self, lease: Lease, hint: Hint) -> None:
+        """Tells what is known of the future of the lease's chain, live or ended; for orders that learn, not for LRU."""
+        with self._lock:
+            self._storing.hint(lease, hint)
 
     def abort(self, lease: Lease) -> None:
         """Ends a request and stores nothing more of it; pages already in the index stay there."""
@@ -267,7 +272,7 @@ class TieredCache:
         if self._traffic is None or lease.read_in_progress:
             why = "copies of its pages are running" if lease.read_in_progress else "the cache has no host memory"
             raise CannotSuspend(f"{lease} cannot be suspended: {why}")
-        self._check_kv_len(lease, kv_len)
+        lease.check_kv_len(kv_len, self._page_size)
         lease.kv_len = kv_len
         names = self._storing.name_full_pages(lease)
         used = -(-kv_len // self._page_size)
@@ -392,6 +397,7 @@ class TieredCache:
     # ------------------------------------------------------------------ ends and rolling back
 
     def _end(self, lease: Lease) -> None:
+        self._storing.ended(lease)
         if self._traffic is not None:
             self._traffic.leave(lease)
         if self._misses is not None:
@@ -470,11 +476,3 @@ class TieredCache:
     def _check_live(self, lease: Lease) -> None:
         if not lease.live:
             raise InvariantViolation(f"{lease} has ended")
-
-    def _check_kv_len(self, lease: Lease, kv_len: int) -> None:
-        if not lease.sealed * self._page_size <= kv_len <= lease.length:
-            raise BadInput(
-                f"kv_len {kv_len}: it must be {lease.sealed * self._page_size} to {lease.length}, sealed to known"
-            )
-        if lease.read_in_progress and kv_len // self._page_size > lease.sealed:
-            raise NotReady(f"{lease} has no KV for {kv_len} positions yet: copies of its pages are running")

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from kvkeep.errors import BadInput
 
 IndexAt = Literal["seal", "finish"]
-EvictionName = Literal["lru"]
+EvictionName = Literal["lru", "rhythm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class CacheConfig:
         less of a prefix and cost more bookkeeping.
     index_at: "seal" makes a page visible when it fills, so that requests in flight share it too; "finish" when its
         request ends, which forfeits sharing between concurrent requests.
-    eviction: the order in which cached pages leave.  "lru" is exact least-recently-used, tail first.
+    eviction: the order in which cached pages leave.  "lru" is exact least-recently-used, tail first;
+        "rhythm" learns when chains come back, and lets go first of what costs most to keep for each hit.
     """
 
     page_size: int = 128

@@ -7,8 +7,10 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Literal
 
-from kvkeep.errors import InvariantViolation
+from kvkeep.errors import BadInput, InvariantViolation, NotReady
+from kvkeep.index.hints import Hint
 from kvkeep.index.names import TOKEN_NBYTES, Identity, PageMedia
+from kvkeep.index.uses import Began, Use
 
 
 class Gate:
@@ -56,9 +58,9 @@ class Lease:
     """
 
     __slots__ = (
-        "base", "base_name", "copies", "epoch", "holes", "identity", "kv_len", "length", "live", "loaded_len",
-        "matched_len", "media", "names", "number", "order", "pages", "path", "revoked", "storable", "store", "stored",
-        "tokens", "twins",
+        "base", "base_name", "began", "copies", "epoch", "hint", "holes", "identity", "kv_len", "length", "live",
+        "loaded_len", "matched_len", "media", "names", "number", "order", "pages", "path", "revoked", "storable",
+        "store", "stored", "tokens", "twins", "use",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +97,10 @@ class Lease:
         self.stored = base
         self.path: tuple[int, int] | None = None
         self.twins: list[int] = []
+        # For an order that learns: the admission, the caller's hint, and what the order knows of this use of the path.
+        self.began: Began | None = None
+        self.hint: Hint | None = None
+        self.use: Use | None = None
         self.copies: set[Any] = set()  # copies in flight, into or out of its pages, that it waits for
         self.order: Callable[[Lease, object], None] | None = None  # what `Gate.wait_on` does
         self.revoked = False
@@ -123,6 +129,14 @@ class Lease:
         self.loaded_len = 0
         self.holes = []  # they are behind it
         self.matched_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
+
+    def check_kv_len(self, kv_len: int, page_size: int) -> None:
+        """Raises `BadInput` or `NotReady` when `kv_len` positions cannot hold committed KV."""
+        sealed_len = self.sealed * page_size
+        if not sealed_len <= kv_len <= self.length:
+            raise BadInput(f"kv_len {kv_len}: it must be {sealed_len} to {self.length}, sealed to known")
+        if self.read_in_progress and kv_len // page_size > self.sealed:
+            raise NotReady(f"{self} has no KV for {kv_len} positions yet: copies of its pages are running")
 
     @property
     def sealed(self) -> int:

@@ -1,7 +1,7 @@
 """Observe mode: names without pages.  What would have been matched, told without keeping or changing anything.
 
-Must not own memory, hand out pages or be asked before an answer: whoever serves requests calls `begin` and `end` and goes
-on as before.  Kept are names and the token ids that verify them, 4 bytes a token, as many as a pool of `pages` would.
+Must not own memory or hand out pages: whoever serves requests calls `begin` and `end` and goes on as before.  Kept are
+names and the token ids that verify them, 4 bytes a token, as many as a pool of `pages` would.
 """
 
 from array import array
@@ -11,7 +11,7 @@ from threading import Lock
 
 import numpy as np
 
-from kvkeep.config import check_int
+from kvkeep.config import EvictionName, check_int
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.index.names import (
     TOKEN_NBYTES,
@@ -30,6 +30,8 @@ from kvkeep.index.names import (
 )
 from kvkeep.index.orders import make_order
 from kvkeep.index.runs import RunTree
+from kvkeep.index.uses import NO_STAMP, Began, PathUse
+from kvkeep.index.watch import watch_tree
 from kvkeep.misses import Cause, Looked, MissLedger
 from kvkeep.tiers.ledger import Ledger, as_index
 
@@ -42,7 +44,7 @@ DIGESTS_MAX = 1 << 16
 class Observed:
     """A request between `begin` and `end`.   would_match: pages that a cache would have had of its prompt."""
 
-    __slots__ = ("identity", "live", "media", "number", "prompt_len", "replica", "storable", "would_match")
+    __slots__ = ("began", "identity", "live", "media", "number", "prompt_len", "replica", "storable", "would_match")
 
     def __init__(
         self, number: int, identity: Identity, prompt_len: int, media: PageMedia, storable: int | None, replica: int
@@ -54,6 +56,7 @@ class Observed:
         self.storable = storable
         self.replica = replica
         self.would_match = 0
+        self.began = Began(0.0, NO_STAMP, prompt_len)
         self.live = True
 
 
@@ -92,7 +95,7 @@ class Observer:
     """
 
     def __init__(
-        self, pages: int, fingerprint: Fingerprint | bytes, *, page_size: int = 128, eviction: str = "lru"
+        self, pages: int, fingerprint: Fingerprint | bytes, *, page_size: int = 128, eviction: EvictionName = "lru"
     ) -> None:
         check_int("pages", pages, at_least=1)
         check_int("page_size", page_size, at_least=1)
@@ -103,7 +106,9 @@ class Observer:
         self._capacity = pages
         self._ledger = Ledger(2 * pages)  # a chain as long as the pool enters before others leave
         self._tree = RunTree(self._ledger, make_order(eviction, pages), self._page_nbytes)
+        self._uses = self._tree.gpu.order.uses
         self._misses = MissLedger(page_size, order=eviction)
+        watch_tree(self._tree, self._misses)
         self._computed_by = np.zeros(2 * pages, dtype=np.uint64)  # by page, a bit for each replica
         self._digests: dict[bytes, None] = {}
         self._lock = Lock()
@@ -137,6 +142,9 @@ class Observer:
             raw = ids.data.cast("B")
             pages, _, name = self._tree.match(identity, raw, limit, by_page)
             seen.would_match = len(pages)
+            place = self._tree.place(pages[-1]) if len(pages) else None
+            if place is not None and self._uses is not None:
+                seen.began = Began(self._uses.now(), self._tree.stamp(place), len(ids))
             self._misses.admitted(seen.number, identity, raw, by_page, Looked(len(pages), limit, name))
             self._count(ids, pages, media, replica)
         return seen
@@ -185,7 +193,7 @@ class Observer:
             computed_by = self._computed_by[as_index(pages)]
             here = (computed_by >> np.uint64(replica)) & np.uint64(1)
             self._matched_here += int(np.argmin(here)) if not here.all() else len(pages)
-            self._spread += int(np.bitwise_count(computed_by).sum())
+            self._spread += int(np.unpackbits(computed_by.view(np.uint8)).sum())
         for item in media:
             if item.digest is not None:
                 self._media += 1
@@ -216,12 +224,17 @@ class Observer:
             opened = ledger.open(new, seen.number)
             ledger.seal(opened, seen.number)
             self._computed_by[as_index(opened)] = bit
-            tree.insert(place, names, raw[len(found) * self._page_nbytes :], opened, seen.media)
+            inserted = tree.insert(place, names, raw[len(found) * self._page_nbytes :], opened, seen.media)
+            place = tree.place(inserted.last)
             ledger.release(opened, seen.number)
             tree.offer(opened[-1])
         else:
+            names = []
             tree.touch(place)
         if len(found):
             self._computed_by[as_index(found)] |= bit
+        if self._uses is not None and place is not None:
+            out = max(0, len(ids) - seen.prompt_len)
+            self._uses.used(PathUse(tree.stamp(place), *place, len(found), name, names, seen.began, out))
         if ledger.idle > self._capacity:
             ledger.drop(tree.evict(ledger.idle - self._capacity))

@@ -7,8 +7,10 @@ pages on it are its own, or another request's of equal content (twins), which ma
 """
 
 from kvkeep.errors import InvariantViolation
+from kvkeep.index.hints import Hint
 from kvkeep.index.names import TOKEN_NBYTES, Hash64, chain_names, media_before
 from kvkeep.index.runs import Place, RunTree
+from kvkeep.index.uses import NO_STAMP, Began, PathUse
 from kvkeep.lease import Lease
 from kvkeep.tiers.ledger import Ledger
 
@@ -26,6 +28,7 @@ class Storing:
         self._page_size = page_size
         self._page_nbytes = page_size * TOKEN_NBYTES
         self._hash = hash_fn
+        self._uses = tree.gpu.order.uses
         self.epoch = 0
         self.pages_stored = 0
 
@@ -94,6 +97,35 @@ class Storing:
             if self.store(lease):
                 return
         self._tree.touch(place)
+
+    def begun(self, lease: Lease) -> None:
+        """Notes for an order that learns when `lease` was admitted, and behind which use."""
+        if self._uses is not None:
+            place = self.place(lease)
+            stamp = NO_STAMP if place is None else self._tree.stamp(place)
+            lease.began = Began(self._uses.now(), stamp, lease.length)
+
+    def ended(self, lease: Lease) -> None:
+        """Tells an order that learns of the use of the lease's path, if it has stamped it."""
+        uses, began = self._uses, lease.began
+        if uses is None or began is None or lease.epoch != self.epoch:
+            return
+        place = self.place(lease)
+        if place is None or not place.depth:
+            return
+        stamp = self._tree.stamp(place)
+        if stamp in uses.of_stamp:  # aborted before it stored anything: whoever used these pages last still is that
+            return
+        out = max(lease.length - began.length, 0)
+        lease.use = uses.used(PathUse(stamp, *place, lease.base, lease.base_name, lease.names, began, out))
+        if lease.hint is not None:
+            uses.hint(lease.use, lease.hint)
+
+    def hint(self, lease: Lease, hint: Hint) -> None:
+        """What the caller knows of the chain's future: for when the lease ends, or, if it has, at once."""
+        lease.hint = hint
+        if self._uses is not None and lease.use is not None:
+            self._uses.hint(lease.use, hint)
 
     def rewind(self, lease: Lease, full: int, length: int) -> None:
         """Takes names, token ids and the path back to `full` pages and `length` tokens."""

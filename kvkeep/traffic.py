@@ -245,7 +245,7 @@ class Traffic:
         Places come from copies whose GPU page is hotter than that, then from pages that are colder.
         """
         if self._host.free < count:
-            self._tree.evict_doubles(count - self._host.free, stamp)
+            self._tree.doubles.evict(self._tree, count - self._host.free, stamp)
         if self._host.free < count:
             self._tree.evict_host(count - self._host.free, stamp)
         return min(count, self._host.free)
@@ -285,7 +285,7 @@ class Traffic:
         self._gpu.land(copy.gpu, copy)
         self._host.release(copy.host, copy)
         self.copies.let_go(copy)
-        self._tree.double(copy.host, promoted=True)
+        self._tree.doubles.add(copy.host, promoted=True)
         self._offer(self._tree.gpu, copy.gpu)
         self._offer(self._tier, copy.host)
 
@@ -321,7 +321,7 @@ class Traffic:
     def _stored(self, copy: Copy, ok: bool) -> None:
         if ok:
             self._host.land(copy.host, copy)
-            self._tree.double(copy.host)
+            self._tree.doubles.add(copy.host)
         else:
             for page in copy.host:
                 if self._host.kept(page):

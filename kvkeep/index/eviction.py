@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from kvkeep.index.run import Run
+from kvkeep.index.uses import Uses
 
 
 class Tier(IntEnum):
@@ -39,7 +40,12 @@ def host_stamp(run: Run) -> int:
 
 
 class EvictionOrder(Protocol):
-    """Ranks the runs whose tails may leave.  A run is offered when that may have come true."""
+    """Ranks the runs whose tails may leave.  A run is offered when that may have come true.
+
+    uses: what is told of every use of a path when its request ends; None for an order that goes by stamps alone.
+    """
+
+    uses: Uses | None
 
     def offer(self, run: Run) -> None:
         """`run` may be trimmed from now on; it may be offered again at any time."""
@@ -53,6 +59,12 @@ class EvictionOrder(Protocol):
     def clear(self) -> None:
         """Forgets every run."""
 
+    def rank(self, stamp: int) -> float:
+        """How soon pages last used at `stamp` should leave: the greater, the sooner."""
+
+    def for_tier(self, tier: Tier) -> "EvictionOrder":
+        """An order of the same kind for another tier, which learns from the same uses."""
+
 
 class LruOrder:
     """Exact least-recently-used by page, tail first.
@@ -60,6 +72,8 @@ class LruOrder:
     A lazy heap of (stamp of the tail page, serial, run), at most one entry a run.  Stamps only grow, so an entry
     is a lower bound: a stale one is put back where it belongs, or dropped, when it surfaces.
     """
+
+    uses: Uses | None = None
 
     def __init__(self, tier: Tier = Tier.GPU) -> None:
         self._bit = int(tier)
@@ -90,6 +104,12 @@ class LruOrder:
     def shelve(self, run: Run) -> None:
         heapq.heappop(self._heap)
         run.queued &= ~self._bit
+
+    def rank(self, stamp: int) -> float:
+        return -stamp
+
+    def for_tier(self, tier: Tier) -> "LruOrder":
+        return LruOrder(tier)
 
     def clear(self) -> None:
         for _, _, run in self._heap:

@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkeep.index.compare import Compare
+from kvkeep.index.doubles import Doubles
 from kvkeep.index.eviction import EvictionOrder
 from kvkeep.index.family import add_child, below, parent_of, replace_child
 from kvkeep.index.names import Hash64, Identity, PageMedia, hash64
 from kvkeep.index.run import NOWHERE, Root, Run
 from kvkeep.index.tiermap import TierMap
+from kvkeep.index.uses import NO_STAMP
 from kvkeep.index.watch import Reason
 from kvkeep.tiers.ledger import Ledger, as_index
-
-#: How many host copies that may not go a search for some that may looks at: 64 take about 20 us.
-DOUBLES_LOOK_MAX = 64
 
 
 class Match(NamedTuple):
@@ -72,10 +71,7 @@ class RunTree:
         self.host = host
         self.page_nbytes = page_nbytes
         self._compare = Compare(page_nbytes, hash_fn)
-        #: Host pages whose entries may have a GPU copy as well, in the order in which to look at them; and before them,
-        #: the latest first, those that were loaded: they are hot.
-        self.doubles: dict[int, None] = {}
-        self.promoted: dict[int, None] = {}
+        self.doubles = Doubles()
         self._roots: dict[bytes, Root] = {}
         self._clock = 0
         self._serial = 0
@@ -126,6 +122,11 @@ class RunTree:
         """The place behind a GPU page, or None when the page is not in the tree."""
         run = self.gpu.run_of[page]
         return None if run is None else Place(run, self.gpu.depth_of[page] + 1)
+
+    def stamp(self, place: Place) -> int:
+        """When the page before `place` was last used, or NO_STAMP at a root."""
+        run, depth = place
+        return run.stretch(depth - 1)[0] if depth else NO_STAMP
 
     def page_at(self, place: Place, depth: int) -> int:
         """The GPU page at `depth` on the path that ends at `place`."""
@@ -179,7 +180,7 @@ class RunTree:
                         twins = min(twins, done + on_gpu)
                         self.attach(run, pages[done + on_gpu : done + same])
                         assert run.host is not None
-                        self.double(run.host[depth + on_gpu - run.start : depth + same - run.start])
+                        self.doubles.add(run.host[depth + on_gpu - run.start : depth + same - run.start])
                     depth += same
                     done += same
                     last = run.pages[depth - run.start - 1]
@@ -333,44 +334,14 @@ class RunTree:
         run.host[depth - run.start] = NOWHERE
         self.host.ledger.drop(array("i", (page,)))
 
-    def double(self, host: "array[int]", *, promoted: bool = False) -> None:
-        """The entries of these host pages, those that still are there, have a GPU copy as well."""
-        (self.promoted if promoted else self.doubles).update(dict.fromkeys(host))
-
-    def evict_doubles(self, count: int, colder_than: int) -> int:
-        """Frees up to `count` host pages whose GPU copy was used after `colder_than`: nothing is lost with them.
-
-        Looks at as many as it takes, and `DOUBLES_LOOK_MAX` more; those that may not go now are looked at last.
-        """
-        assert self.host is not None
-        done = 0
-        for _ in range(min(len(self.doubles) + len(self.promoted), count + DOUBLES_LOOK_MAX)):
-            if self.promoted:
-                page, _ = self.promoted.popitem()
-            else:
-                page = next(iter(self.doubles))
-                del self.doubles[page]
-            run, depth = self.host.run_of[page], self.host.depth_of[page]
-            if run is None or depth >= run.gpu_end:
-                continue
-            idle = self.gpu.ledger.is_idle(run.pages[depth - run.start])  # else it is in use: hot, whatever its stamp
-            if not self.host.ledger.is_idle(page) or (idle and run.stretch(depth)[0] <= colder_than):
-                self.doubles[page] = None
-                continue
-            self.lose_host(page)
-            done += 1
-            if done == count:
-                break
-        return done
-
     def evict_host(self, count: int, colder_than: int) -> int:
-        """Frees up to `count` host pages: last copies at the ends of chains not used after `colder_than`."""
+        """Frees up to `count` host pages: last copies at ends of chains that leave before pages of that stamp."""
         assert self.host is not None
         ledger, order = self.host.ledger, self.host.order
-        done = 0
+        done, bound = 0, order.rank(colder_than)
         while done < count:
             run = order.coldest()
-            if run is None or run.stamps[0] > colder_than:  # of equal stamps, the end of the chain is colder
+            if run is None or order.rank(run.stamps[0]) < bound:  # of equal ranks, the end of the chain is colder
                 break
             assert run.host is not None
             least = max(run.gpu_end, run.stretch(run.end - 1)[1])
@@ -414,7 +385,6 @@ class RunTree:
             run.pages, run.names, run.host, run.children = array("i"), array("Q"), None, None
         self._roots.clear()
         self.doubles.clear()
-        self.promoted.clear()
         return Cleared(self.gpu.clear(), self.host.clear() if self.host is not None else 0)
 
     def _left_gpu(self, run: Run) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from kvkeep.errors import InvariantViolation
 from kvkeep.index.eviction import EvictionOrder
 from kvkeep.index.runs import RunTree
+from kvkeep.index.uses import Began, PathUse, Use
 from kvkeep.replay.pages import Pages
 from kvkeep.replay.result import PROGRESS_EVERY, Counts, Progress
 from kvkeep.replay.seat import TraceClock
@@ -26,6 +27,7 @@ class Reference:
     clock: is set to each request's time.
     unwritten: 1 to count lengths as an engine must: of a prompt one token stays to be computed, and the last sampled
         token has no KV.
+    last_use: what an order that learns knows of the request served last.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Reference:
         self.ledger = Ledger(capacity_pages + longest)
         self.tree = RunTree(self.ledger, order, pages.page_nbytes)
         self.counts = Counts()
+        self.last_use: Use | None = None
         self._clock = clock
         self._unwritten = unwritten
 
@@ -61,7 +64,7 @@ class Reference:
         unwritten, page_size, page_nbytes = self._unwritten, pages.page_size, pages.page_nbytes
         raw = pages.raws[request.chain]
         final = max(min(request.final_len - unwritten, request.known_len), request.prompt_len) // page_size
-        found = tree.match(pages.identity, raw, (request.prompt_len - unwritten) // page_size).pages
+        found, _, found_name = tree.match(pages.identity, raw, (request.prompt_len - unwritten) // page_size)
         matched = len(found)
         counts.requests += 1
         counts.prompt_tokens += request.prompt_len
@@ -69,15 +72,22 @@ class Reference:
         place = tree.place(found[-1]) if matched else tree.root(pages.identity)
         if place is None:
             raise InvariantViolation("a page that has just matched is not in the tree")
+        uses = tree.gpu.order.uses
+        began = None if uses is None else Began(self._clock.now_s, tree.stamp(place), request.prompt_len)
+        own: list[int] = []
         if final > matched:
             opened = ledger.open(final - matched, request)
             ledger.seal(opened, request)
             own = pages.names(request.chain, matched, final)
-            tree.insert(place, own, raw[matched * page_nbytes : final * page_nbytes], opened)
+            place = tree.place(tree.insert(place, own, raw[matched * page_nbytes : final * page_nbytes], opened).last)
             ledger.release(opened, request)
             self._offer_deepest(opened)
         elif matched:
             tree.touch(place)
+        if uses is not None and began is not None and place is not None and place.depth:
+            out = request.final_len - request.prompt_len
+            path = PathUse(tree.stamp(place), *place, matched, found_name, own, began, out)
+            self.last_use = uses.used(path)
         over = ledger.idle - self.capacity_pages
         if over > 0:
             begun = time.perf_counter_ns()

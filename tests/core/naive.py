@@ -73,6 +73,13 @@ class NaiveIndex:
         for prefix in self.prefixes(root, chain):
             self.entries[prefix].stamp = self.clock
 
+    def let_leave(self, pages: list[Any], idle: Callable[[Any], bool]) -> None:
+        """Removes `pages`, chosen by an order of its own: each must be idle, and nothing cached go on from it."""
+        where = {entry.page: prefix for prefix, entry in self.entries.items()}
+        for root, chain in sorted((where[page] for page in pages), key=lambda prefix: -len(prefix[1])):
+            assert idle(self.entries.pop((root, chain)).page), f"a page in use left: {chain}"
+            assert (root, chain) not in {(other, longer[:-1]) for other, longer in self.entries}, "a hole was left"
+
     def evict(self, count: int, idle: Callable[[Any], bool]) -> list[Any]:
         """Removes up to `count` idle pages that nothing cached goes on from: coldest first, deeper first."""
         gone: list[Any] = []

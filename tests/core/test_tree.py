@@ -4,6 +4,7 @@ Must not know requests: pages are opened, sealed, pinned and let go here as the 
 """
 
 from array import array
+from copy import deepcopy
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvkeep.index import hints
 from kvkeep.index.check import check_tree
-from kvkeep.index.eviction import LruOrder
+from kvkeep.index.eviction import EvictionOrder, LruOrder
 from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, MediaItem, chain_names, hash64, make_identity
+from kvkeep.index.rhythm import RhythmOrder
 from kvkeep.index.runs import Place, RunTree
+from kvkeep.index.uses import NO_STAMP, Began, PathUse, Uses
 from kvkeep.tiers.tracing import TracingLedger
 from tests.core.naive import NaiveIndex, PageContent, constant_hash, narrow_hash
 
@@ -81,11 +85,14 @@ class TreeMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.ledger = TracingLedger(PAGES_TOTAL)
-        self.tree = RunTree(self.ledger, LruOrder(), PAGE_NBYTES, self.hash_fn)
+        self.tree = RunTree(self.ledger, self.order(), PAGE_NBYTES, self.hash_fn)
         self.roots = [make_identity(b"fp", salt=salt, hash_fn=self.hash_fn) for salt in (b"", b"s")]
         self.naive = NaiveIndex()
         self.pins: list[Pin] = []
         self.owners = 0
+
+    def order(self) -> EvictionOrder:
+        return LruOrder()
 
     def new_owner(self) -> str:
         self.owners += 1
@@ -237,6 +244,45 @@ class TreeMachine(RuleBasedStateMachine):
         check_tree(self.tree)
 
 
+class RhythmTreeMachine(TreeMachine):
+    """With an order that chooses by what it has learned: any page may leave that nothing hangs behind."""
+
+    def order(self) -> EvictionOrder:
+        self.seconds = 0.0
+        self.uses = Uses(PAGES_TOTAL, lambda: self.seconds)
+        return RhythmOrder(self.uses)
+
+    def release(self, pin: Pin) -> None:
+        """The end of a request, of which the order is told when the request was the last to stamp its path."""
+        self.seconds += 1.0
+        inside = [p for p in pin.pages if p in self.tree]
+        place = self.tree.place(inside[-1]) if inside else None
+        if place is not None:
+            run, depth = place
+            stamp = run.stretch(depth - 1)[0]
+            if stamp not in self.uses.of_stamp:
+                begin = Began(self.seconds - 0.5, NO_STAMP, PAGE_SIZE)
+                name = run.names[depth - 1 - run.start]
+                use = self.uses.used(PathUse(stamp, run, depth, depth, name, (), begin, self.owners % 7))
+                hint = (None, None, None, hints.Discard(), hints.Pin(5.0), hints.Expect(3.0))[self.owners % 6]
+                if hint is not None:
+                    self.uses.hint(use, hint)
+        super().release(pin)
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 1e4]))
+    def wait(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    @rule(count=st.one_of(st.integers(1, 3), st.integers(1, 3), st.integers(1, PAGES_TOTAL)))
+    def evict(self, count: int) -> None:
+        room = len(deepcopy(self.naive).evict(count, self.ledger.is_idle))
+        pages = self.tree.evict(count)
+        assert room == len(pages)
+        self.naive.let_leave(list(pages), self.ledger.is_idle)
+        self.ledger.recycle(pages, "room")
+        self.ledger.release(pages, "room")
+
+
 class NarrowTreeMachine(TreeMachine):
     """With names of 8 bits."""
 
@@ -249,7 +295,7 @@ class ConstantTreeMachine(TreeMachine):
     hash_fn = staticmethod(constant_hash)
 
 
-MACHINES = pytest.mark.parametrize("machine", [TreeMachine, NarrowTreeMachine, ConstantTreeMachine])
+MACHINES = pytest.mark.parametrize("machine", [TreeMachine, RhythmTreeMachine, NarrowTreeMachine, ConstantTreeMachine])
 
 
 @MACHINES

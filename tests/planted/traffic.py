@@ -84,9 +84,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "room-below-keeps-copies-of-pages-in-use",
-        RUNS,
-        "(idle and run.stretch(depth)[0] <= colder_than)",
-        "run.stretch(depth)[0] <= colder_than",
+        "kvkeep/index/doubles.py",
+        "(idle and rank(run.stretch(depth)[0]) >= bound)",
+        "rank(run.stretch(depth)[0]) >= bound",
         (FOUND + "test_what_a_live_request_uses_needs_no_copy_below",),
     ),
     Bug(
@@ -361,15 +361,15 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "tree-hot-page-keeps-its-place-below",
-        RUNS,
-        "(idle and run.stretch(depth)[0] <= colder_than)",
-        "(idle and run.stretch(depth)[0] >= colder_than)",
+        "kvkeep/index/doubles.py",
+        "(idle and rank(run.stretch(depth)[0]) >= bound)",
+        "(idle and rank(run.stretch(depth)[0]) <= bound)",
         (FOUND + "test_a_host_copy_of_a_page_that_became_hot_gives_way",),
     ),
     Bug(
         "tree-host-evicts-what-is-hotter",
         RUNS,
-        "if run is None or run.stamps[0] > colder_than:",
+        "if run is None or order.rank(run.stamps[0]) < bound:",
         "if run is None:",
         (TIERS + "test_a_hotter_page_below_is_not_pushed_out_by_a_colder_one",),
     ),

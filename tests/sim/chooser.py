@@ -42,6 +42,7 @@ def setup_of(seed: int) -> Setup:
         queue_pages=pick((2, 6, 1000)),
         listening=pick((False, False, True)),
         traced=pick((False, False, False, True)),
+        eviction=pick(("lru", "lru", "rhythm")),
     )
 
 

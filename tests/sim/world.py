@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvkeep.cache import TieredCache
-from kvkeep.config import CacheConfig, IndexAt
+from kvkeep.config import CacheConfig, EvictionName, IndexAt
 from kvkeep.errors import CannotSuspend, NotReady, OutOfPages
+from kvkeep.index.eviction import LruOrder
+from kvkeep.index.hints import Discard, Expect, Hint, Pin
 from kvkeep.index.names import Identity, hash64, make_identity
+from kvkeep.index.rhythm import RhythmOrder
+from kvkeep.index.uses import Uses
 from kvkeep.lease import Lease
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
@@ -32,6 +36,8 @@ from tests.sim.watch import Watch
 SALTS = (b"", b"s")
 WEIGHTS = (b"f", b"fp", b"salt")  # one is the beginning of another, one occurs in every root
 JUNK_KV = 0x7EADBEEF
+#: What callers say of a request's future, by its handle.
+HINTS: tuple[Hint | None, ...] = (None, None, Discard(), Pin(20.0), Expect(3.0), None, Pin(1000.0))
 
 Operation = tuple[Any, ...]
 
@@ -45,6 +51,7 @@ class Setup:
     deadline_steps: steps of the backend after which a copy is overdue.
     listening: somebody is told which names enter and leave the tiers.
     traced: the ledgers know every owner by name.
+    eviction: the order in which pages leave; one that learns takes each operation for a second, and is given hints.
     """
 
     pages: int = 8
@@ -62,6 +69,7 @@ class Setup:
     queue_pages: int = 1000
     listening: bool = False
     traced: bool = False
+    eviction: EvictionName = "lru"
 
 
 class World:
@@ -80,6 +88,8 @@ class World:
             self.host = CpuPool(LAYOUT, setup.tier_pages, setup.suspend_pages, limit_nbytes=1 << 30)
             self._connect(self.host)
         ledger = TracingLedger if setup.traced else Ledger
+        self.done = 0
+        uses = Uses(setup.pages, lambda: float(self.done))
         self.hash_fn = narrow_hash if setup.narrow_names else hash64
         self.cache = TieredCache(
             CacheConfig(page_size=PAGE_SIZE, index_at=setup.index_at),
@@ -90,6 +100,7 @@ class World:
             ledger=ledger(setup.pages),
             host_ledger=ledger(setup.tier_pages or 0),
             parking_ledger=ledger(setup.suspend_pages),
+            order=LruOrder() if setup.eviction == "lru" else RhythmOrder(uses, seed=setup.seed),
             hash_fn=self.hash_fn,
         )
         self.weights = 0
@@ -122,6 +133,7 @@ class World:
     def do(self, operation: Operation) -> None:
         """One operation, and what must hold after it."""
         name, *values = operation
+        self.done += 1
         getattr(self, name)(*values)
         for request in [r for r in self.requests.values() if r.lease is not None]:
             assert request.lease is not None
@@ -218,7 +230,7 @@ class World:
         if request.holes or not request.readable:
             self.cache.abort(request.lease)  # its KV is not there
         else:
-            self.cache.finish(request.lease, len(request.kvs))
+            self.cache.finish(request.lease, len(request.kvs), HINTS[handle % len(HINTS)])
         self._over(request)
 
     def abort(self, handle: int) -> None:

@@ -1,0 +1,290 @@
+"""What the rhythm order learns, and what it lets go of: small cases with a clock that the test holds.
+
+Must not know traces: tests/traces/test_rhythm.py replays them.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvkeep import Discard, Expect, Pin
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig
+from kvkeep.errors import BadInput
+from kvkeep.index.forecast import BINS, GONE, LOW, PER_OCTAVE, Forecast, bin_of, cost_row
+from kvkeep.index.hints import Hint
+from kvkeep.index.rhythm import ALL_MAX, RhythmOrder
+from kvkeep.index.uses import REMEMBERED_MIN, Uses
+from kvkeep.lease import Lease
+from kvkeep.tiers.gpu_pool import GpuPool
+
+PAGE = 2
+
+
+class Clocked:
+    """A cache with the rhythm order, and a clock."""
+
+    def __init__(self, pages: int, seed: int = 0) -> None:
+        self.seconds = 0.0
+        self.uses = Uses(pages, lambda: self.seconds)
+        self.order = RhythmOrder(self.uses, seed=seed)
+        config = CacheConfig(page_size=PAGE, eviction="rhythm")
+        self.cache = TieredCache(config, GpuPool.bookkeeping(pages), b"fp", order=self.order)
+
+    def serve(self, chain: list[int], at: float, hint: Hint | None = None) -> Lease:
+        """A request for all of `chain` but its last page, which it generates, at `at` seconds."""
+        self.seconds = at
+        lease = self.cache.admit(chain[:-PAGE])
+        self.cache.extend(lease, chain[-PAGE:])
+        self.cache.finish(lease, len(chain), hint)
+        self.cache.check_invariants()
+        return lease
+
+    def cached(self, chain: list[int]) -> int:
+        """How many leading pages of `chain` are cached."""
+        raw = np.array(chain, dtype=np.int32).data.cast("B")
+        return len(self.cache._tree.match(self.cache._identity(b"", b"", b""), raw, len(chain) // PAGE).pages)
+
+
+def chain(number: int, pages: int) -> list[int]:
+    return [number] * (PAGE * pages)
+
+
+# ---------------------------------------------------------------------- the forecast
+
+
+def brute_cost(hazard: list[float], b: int) -> float:
+    """The least of waiting over chance of a use, by trying every horizon."""
+    edges = [0.0, *(2.0 ** (LOW + i / PER_OCTAVE) for i in range(1, BINS + 1))]
+    alive, used, waiting, best = 1.0, 0.0, 0.0, math.inf
+    for i in range(b, BINS):
+        width, chance = edges[i + 1] - edges[i], min(hazard[i], 0.999)
+        waiting += alive * (chance * width / 2 + (1 - chance) * width)
+        used += alive * chance
+        alive *= 1 - chance
+        best = min(best, waiting / used)
+    return best
+
+
+@pytest.mark.parametrize("shape", ["certain", "falling", "two peaks", "flat"])
+def test_a_cost_is_the_least_over_all_horizons(shape: str) -> None:
+    """The table's stretches give what trying every horizon gives."""
+    hazard = [
+        {
+            "certain": 0.9 if b == 20 else 0.001,
+            "falling": 0.5 * 0.9**b + 1e-4,
+            "two peaks": 0.5 if b in (8, 30) else 0.01,
+            "flat": 0.1,
+        }[shape]
+        for b in range(BINS)
+    ]
+    row = cost_row(hazard)
+    assert [brute_cost(hazard, b) for b in range(BINS)] == pytest.approx(row[:BINS])
+
+
+def test_a_forecast_learns_what_a_gap_depends_on() -> None:
+    """Gaps that grow with the completion's length are predicted from it; at first the last gap is."""
+    forecast = Forecast()
+    assert 50.0 == pytest.approx(forecast.predict(math.log(50.0), math.log(20.0), 300))
+    for i in range(2000):
+        out = 100 + 37 * i % 4000
+        forecast.learn(3.0, 3.0, out, math.log(0.01 * (out + 256)))
+        forecast.tick()
+    assert 0.01 * 2256 == pytest.approx(forecast.predict(3.0, 3.0, 2000), rel=0.05)
+
+
+def test_chains_that_never_come_back_cost_more_the_longer_they_wait() -> None:
+    """Where nearly all uses come early, what has waited longer is worth less; where gaps are certain, more."""
+    dying, certain = Forecast(), Forecast()
+    for i in range(2000):
+        if i % 2:
+            dying.used(1, 0, 2)
+        else:
+            dying.waited(1, 0, GONE)
+        certain.used(1, 0, int(bin_of(1.0)))
+        dying.tick()
+        certain.tick()
+    early, late = int(bin_of(0.2)), int(bin_of(0.8))
+    assert dying.table[1][0] < dying.table[1][late]
+    assert certain.table[1][early] > certain.table[1][late]
+
+
+# ---------------------------------------------------------------------- the order
+
+
+def rotate(world: Clocked, sessions: int, rounds: int, pages: int) -> int:
+    """Sessions in rotation, each with its own chain of `pages`; how many pages the last round matched."""
+    matched = 0
+    for turn in range(rounds):
+        for number in range(sessions):
+            lease = world.serve(chain(number + 1, pages), 10.0 * (turn * sessions + number))
+            matched += lease.matched_len // PAGE if turn == rounds - 1 else 0
+    return matched
+
+
+def test_a_rotation_that_does_not_fit_keeps_what_fits() -> None:
+    """LRU hits nothing when sessions in rotation are more than fit; this order hits as good as all that can stay."""
+    lru = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(40), b"fp")
+    hits = 0
+    for _ in range(10):
+        for number in range(8):
+            lease = lru.admit(chain(number + 1, 10))
+            hits += lease.matched_len
+            lru.finish(lease, 10 * PAGE)
+    assert 0 == hits
+    assert 40 * 0.6 <= rotate(Clocked(40), 8, 10, 10)
+
+
+def test_a_chain_that_was_let_go_of_is_known_when_it_comes_back() -> None:
+    """Its rhythm is not lost with its pages: the use that ends now goes on from the one before."""
+    world = Clocked(12)
+    world.serve(chain(1, 4), 0.0)
+    for number in (2, 3, 4):
+        world.serve(chain(number, 4), 100.0 + number)
+    assert 0 == world.cached(chain(1, 4))
+    lease = world.serve(chain(1, 5), 300.0)
+    assert lease.use is not None
+    assert 1 == lease.use.turns and math.log(300.0) == pytest.approx(lease.use.last)
+
+
+def test_a_fork_makes_what_is_shared_nobodys_own() -> None:
+    """Two chains that part soon are two: neither takes the other's last use for its own."""
+    world = Clocked(64)
+    head = chain(9, 2)
+    first = world.serve(head + chain(1, 8), 0.0)
+    second = world.serve(head + chain(2, 8), 50.0)
+    again = world.serve(head + chain(1, 9), 60.0)
+    assert first.use is not None and second.use is not None and again.use is not None
+    assert (2, 0) == (second.use.start, second.use.turns)
+    assert (2, 1) == (again.use.start, again.use.turns) and 60.0 == pytest.approx(math.exp(again.use.last))
+
+
+def test_what_an_aborted_request_stored_can_leave() -> None:
+    """Its pages are its own use's, and go like any other; the chain's last use before it still counts."""
+    world = Clocked(8)
+    world.serve(chain(1, 3), 0.0)
+    lease = world.cache.admit(chain(1, 6))
+    world.cache.seal(lease, 5 * PAGE)
+    world.seconds = 20.0
+    world.cache.abort(lease)
+    assert lease.use is not None and 1 == lease.use.turns
+    world.cache.check_invariants()
+    world.serve(chain(2, 8), 30.0)
+    assert 8 == world.cached(chain(2, 8))
+
+
+def test_an_aborted_request_that_stored_nothing_changes_nothing() -> None:
+    """A use is a request's that has stamped its path."""
+    world = Clocked(8)
+    use = world.serve(chain(1, 3), 0.0).use
+    lease = world.cache.admit(chain(1, 6))
+    world.cache.abort(lease)
+    assert lease.use is None
+    assert [use] == list(world.uses.of_stamp.values())
+
+
+def test_memory_of_what_has_left_is_bounded() -> None:
+    """Thousands of chains that never come back leave no more than their share behind."""
+    world = Clocked(64)
+    for number in range(3000):
+        world.serve(chain(number + 1, 3), float(number))
+    assert len(world.uses.of_stamp) <= 2 * 64
+    assert len(world.uses._of_name) <= 2 * 64 + REMEMBERED_MIN
+    assert len(world.order._runs) <= 64
+
+
+@pytest.mark.parametrize("runs", [ALL_MAX // 2, 4 * ALL_MAX])
+def test_the_seed_decides(runs: int) -> None:
+    """Two caches with one seed let go of the same pages."""
+    left = []
+    for _ in range(2):
+        world = Clocked(3 * runs, seed=5)
+        for turn in range(4):
+            for number in range(2 * runs):
+                world.serve(chain(1 + (number * 7 + turn * turn) % (2 * runs), 3), float(turn * 2 * runs + number))
+        left.append([world.cached(chain(1 + number, 3)) for number in range(2 * runs)])
+    assert left[0] == left[1]
+
+
+def test_a_reset_forgets_uses() -> None:
+    """After it nothing is known by its pages; what was learned of gaps stays."""
+    world = Clocked(12)
+    for turn in range(3):
+        world.serve(chain(1, 3 + turn), 10.0 * turn)
+    world.cache.reset()
+    assert not world.uses.of_stamp
+    lease = world.serve(chain(1, 6), 100.0)
+    assert lease.use is not None and 0 == lease.use.turns
+
+
+# ---------------------------------------------------------------------- hints
+
+
+def full(hint: Hint | None, late: bool = False) -> Clocked:
+    """A pool of three chains of four pages, the second with a hint, when it ends or after."""
+    world = Clocked(12)
+    leases = [world.serve(chain(n, 4), float(n), hint if n == 2 and not late else None) for n in (1, 2, 3)]
+    if late and hint is not None:
+        world.cache.hint(leases[1], hint)
+    return world
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_discarded_leaves_first(late: bool) -> None:
+    """All of it, before any page of another chain."""
+    world = full(Discard(), late)
+    world.serve(chain(4, 4), 4.0)
+    assert [4, 0, 4, 4] == [world.cached(chain(n, 4)) for n in (1, 2, 3, 4)]
+
+
+def test_what_a_discarded_chain_shares_does_not_leave_with_it() -> None:
+    """Only its own pages leave first: the common prefix belongs to those who come next as well."""
+    world = Clocked(16)
+    head = chain(9, 4)
+    world.serve(head + chain(1, 4), 1.0)
+    world.serve(head + chain(2, 4), 2.0, Discard())
+    world.serve(chain(3, 4), 3.0)
+    world.serve(chain(4, 4), 4.0)
+    assert 4 == world.cached(head)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_pinned_leaves_last_but_leaves(late: bool) -> None:
+    """Everything else goes before it; a live request gets its pages all the same, and in time the pin ends."""
+    world = full(Pin(100.0), late)
+    world.serve(chain(4, 8), 4.0)
+    assert 4 == world.cached(chain(2, 4))
+    world.serve(chain(5, 12), 5.0)
+    assert 0 == world.cached(chain(2, 4))
+    world = full(Pin(1.0), late)
+    for n in range(4, 40):
+        world.serve(chain(n, 4), 10.0 * n)
+    assert 0 == world.cached(chain(2, 4))
+
+
+def test_what_is_expected_soon_stays() -> None:
+    """Of three chains alike, the ones expected later leave before the one expected soon."""
+    world = Clocked(12)
+    for n, after_s in ((1, 1000.0), (2, 10.0), (3, 1000.0)):
+        world.serve(chain(n, 4), float(n), Expect(after_s))
+    world.serve(chain(4, 8), 4.0)
+    assert 4 == world.cached(chain(2, 4))
+
+
+def test_lru_takes_hints_and_does_as_before() -> None:
+    """An order that does not learn is given hints like any other."""
+    cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(8), b"fp")
+    lease = cache.admit([1, 1, 1])
+    cache.finish(lease, 2, Discard())
+    cache.hint(lease, Pin(5.0))
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan, True, "5"])
+def test_a_hint_of_no_time_is_refused(seconds: float) -> None:
+    """One line that names the value."""
+    with pytest.raises(BadInput, match="seconds"):
+        Pin(seconds)
+    with pytest.raises(BadInput, match="seconds"):
+        Expect(seconds)
