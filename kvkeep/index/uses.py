@@ -23,7 +23,7 @@ from kvkeep.index.hints import Discard, Expect, Hint, Pin
 from kvkeep.index.run import Run
 
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
-REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 32, 32
+REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 64, 64
 #: The least weight of the newest gap in a chain's smoothed gap, and of a chain's gap in the usual gap of all.
 SMOOTH, SMOOTH_ALL = 0.3, 0.02
 #: Before any gap is known: half a minute (log of seconds).
