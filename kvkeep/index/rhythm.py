@@ -12,7 +12,7 @@ from kvkeep.index.uses import Uses
 
 #: So many runs on offer are all compared; of more, so many are drawn for each choice, and the costliest ones seen so
 #: far are kept in mind.
-ALL_MAX, DRAWN, KEPT = 32, 4, 24
+ALL_MAX, DRAWN, KEPT = 64, 4, 24
 
 
 _cost = itemgetter(0)

@@ -23,9 +23,7 @@ from kvkeep.index.hints import Discard, Expect, Hint, Pin
 from kvkeep.index.run import Run
 
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
-REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 32, 32
-#: After so many uses one that waits is looked at that is younger than twice its scale; after so many, an older one.
-LOOK_EVERY, LOOK_OLD_EVERY = 2, 4
+REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 64, 64
 #: The least weight of the newest gap in a chain's smoothed gap, and of a chain's gap in the usual gap of all.
 SMOOTH, SMOOTH_ALL = 0.3, 0.02
 #: Before any gap is known: half a minute (log of seconds).
@@ -144,7 +142,7 @@ class Uses:
         use.typical = use.last = self._usual if self._usual is not None else LOG_GAP
         if old is not None:
             if old.tail - depth <= depth - old.start:
-                self._go_on(use, old, began_s)
+                self._go_on(use, old, depth, began_s)
             else:  # a fork: it begins with the rhythm of the chain it left
                 old.start = depth
                 use.turns = old.turns
@@ -174,8 +172,8 @@ class Uses:
             return None, path.base
         return owner, path.base
 
-    def _go_on(self, use: Use, old: Use, began_s: float) -> None:
-        """`use` is the next one after `old` of a chain: learns from that, and ends `old`."""
+    def _go_on(self, use: Use, old: Use, depth: int, began_s: float) -> None:
+        """`use` goes on from `old`, with the first `depth` pages of its path: learns from that, and ends `old`."""
         gap_s = max(began_s - old.ended_s, 0.1 * self._between, GAP_S_MIN)
         last = math.log(gap_s)
         self.forecast.learn(old.typical, old.last, old.out, last)
@@ -184,6 +182,8 @@ class Uses:
         self._usual = last if self._usual is None else self._usual + SMOOTH_ALL * (last - self._usual)
         use.start, use.turns, use.last = old.start, old.turns + 1, last
         use.typical = old.typical + max(SMOOTH, 1 / use.turns) * (last - old.typical)
+        if old.tail == depth:
+            old.run = None  # all of its pages are the new use's
         self._forget(old)
 
     def _pace(self, now_s: float) -> None:
@@ -196,24 +196,30 @@ class Uses:
         self._last_s = now_s
 
     def _look(self, now_s: float) -> None:
-        """Looks at a few of the waiting uses in turn: how long have they waited, are their pages still there?"""
-        if self.count % LOOK_EVERY:
-            return
-        young, old = self._young, self._old
-        use = young.popleft()
-        if self._is_alive(use):
-            age = now_s - use.ended_s
-            if not use.over:
-                self._count_waits(use, age)
-            (old if age > 2.0 * use.scale else young).append(use)
-        if old and not self.count % LOOK_OLD_EVERY:
-            use = old.popleft()
-            if self._is_alive(use):
-                if not use.over:
-                    use.over = self._count_waits(use, now_s - use.ended_s) >= GONE
-                old.append(use)
+        """Looks at a few of the waiting uses: how long have they waited, are their pages still there?
+
+        One more where one was gone: so those that are gone never outnumber the others by much.
+        """
+        for waiting in (self._young, self._old):
+            if self._look_at_next(waiting, now_s):
+                self._look_at_next(waiting, now_s)
         while len(self._remembered) > self._remembered_max:
             self._forget(next(iter(self._remembered)))
+
+    def _look_at_next(self, waiting: deque[Use], now_s: float) -> bool:
+        """Whether the next one that had not been ended is gone."""
+        while waiting:
+            use = waiting.popleft()
+            if use.over and use.run is None:
+                continue
+            if not self._is_alive(use):
+                return True
+            age = now_s - use.ended_s
+            if not use.over and self._count_waits(use, age) >= GONE:
+                use.over = True
+            (self._old if age > 2.0 * use.scale else waiting).append(use)
+            return False
+        return False
 
     def _count_waits(self, use: Use, age: float) -> int:
         """Tells the forecast how long `use` has waited by now, and returns that as a bin."""
