@@ -17,6 +17,7 @@ from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
 from kvkeep.counting import Counting
 from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
+from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
@@ -108,6 +109,9 @@ class TieredCache:
             parking = parking_ledger or Ledger(host.suspend_pages)
             self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, Costs(config.page_size), self._end)
         self._leases: dict[int, Lease] = {}
+        self._ghosts: Ghosts | None = None
+        if config.ghosts:
+            self._ghosts = Ghosts(config.page_size, pool.pages, self._host.ledger.total if self._host else 0)
         self._misses = misses
         if misses is not None:
             watch_tree(self._tree, misses)
@@ -246,6 +250,8 @@ class TieredCache:
             self._storing.seal_pages(lease, names)
             if not self._storing.store(lease):
                 self._storing.touch(lease)
+            if self._ghosts is not None and lease.store and (place := self._storing.place(lease)) is not None:
+                self._ghosts.used(place, lease.prompt_len)
             self._end(lease)
 
     def hint(self, lease: Lease, hint: Hint) -> None:
@@ -445,6 +451,11 @@ class TieredCache:
         """Counts of now and since the start."""
         with self._lock:
             return self._counting.stats(len(self._leases), self._ledger, self._host, self._room, self._storing)
+
+    def ghosts(self) -> GhostStats | None:
+        """What tiers of other sizes would have hit; None unless the configuration asks for it."""
+        with self._lock:
+            return self._ghosts.stats() if self._ghosts is not None else None
 
     def misses(self) -> MissStats | None:
         """Why tokens of prompts were not found; None without a miss ledger."""

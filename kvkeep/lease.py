@@ -59,8 +59,8 @@ class Lease:
 
     __slots__ = (
         "base", "base_name", "began", "copies", "epoch", "hint", "holes", "identity", "kv_len", "length", "live",
-        "loaded_len", "matched_len", "media", "names", "number", "order", "pages", "path", "revoked", "storable",
-        "store", "stored", "tokens", "twins", "use",
+        "loaded_len", "matched_len", "media", "names", "number", "order", "pages", "path", "prompt_len", "revoked",
+        "storable", "store", "stored", "tokens", "twins", "use",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +78,7 @@ class Lease:
         self.identity = identity
         self.pages = pages
         self.length = length
+        self.prompt_len = length
         self.matched_len = matched_len
         self.loaded_len = 0
         self.kv_len = matched_len

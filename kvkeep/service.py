@@ -82,7 +82,8 @@ class KVCacheService:
         for key, desk in list(self._desks.items()):
             transfers = desk.cache.transfers
             copies = transfers.stats() if transfers is not None else None
-            out.append(CacheSnapshot(key, desk.cache.stats(), copies, desk.stats(), desk.cache.misses()))
+            misses, ghosts = desk.cache.misses(), desk.cache.ghosts()
+            out.append(CacheSnapshot(key, desk.cache.stats(), copies, desk.stats(), misses, ghosts))
         return out
 
     # ------------------------------------------------------------------ requests

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.sizing.curve import HitCurve
-from kvkeep.sizing.stack import PageIds, Stack, stands_for
+from kvkeep.stack import PageIds, Stack, stands_for
 
 #: Pages at the beginning of each chain that are always looked at: those that many prompts share are too few for chance.
 ALWAYS = 8

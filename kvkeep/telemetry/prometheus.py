@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
+from kvkeep.ghosts import GhostStats
 from kvkeep.misses import MissStats
 from kvkeep.stats import CacheStats, Histogram
 from kvkeep.telemetry.snapshot import CacheKey, CacheSnapshot, WaitingStats
@@ -37,6 +38,8 @@ class KvkeepCollector(Collector):
                 add_transfers(metrics, one.transfers)
             if one.misses is not None:
                 add_misses(metrics, one.misses)
+            if one.ghosts is not None:
+                add_ghosts(metrics, one.ghosts)
             if one.service is not None:
                 add_service(metrics, one.service)
         return iter(metrics)
@@ -130,6 +133,14 @@ def add_misses(to: Metrics, stats: MissStats) -> None:
         to.counter("match_stops", "Matches that stopped short of their prompt, by cause.", stops, cause=cause)
     text = "How long ago the page had been evicted at which a match stopped."
     to.histogram("evicted_age_seconds", text, stats.evicted_age)
+
+
+def add_ghosts(to: Metrics, stats: GhostStats) -> None:
+    """What tiers of other sizes would have hit."""
+    text = "Tokens of finished prompts, and those that LRU would have found in tiers of these sizes (an estimate)."
+    to.counter("ghost_tokens", text, stats.prompt_tokens, size="prompts")
+    for size, tokens in stats.found_tokens.items():
+        to.counter("ghost_tokens", text, tokens, size=size)
 
 
 def add_transfers(to: Metrics, stats: TransferStats) -> None:

@@ -6,6 +6,7 @@ Must not count anything itself.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvkeep.ghosts import GhostStats
 from kvkeep.misses import MissStats
 from kvkeep.stats import CacheStats, Histogram
 from kvkeep.transfer.tally import TransferStats
@@ -44,6 +45,7 @@ class CacheSnapshot:
     """One cache.   transfers: None when it has no host tier.   service: None when no service has it.
 
     misses: why tokens were not found; None without a miss ledger.
+    ghosts: what tiers of other sizes would have hit; None where that is not asked for.
     """
 
     key: CacheKey
@@ -51,3 +53,4 @@ class CacheSnapshot:
     transfers: TransferStats | None = None
     service: WaitingStats | None = None
     misses: MissStats | None = None
+    ghosts: GhostStats | None = None

@@ -21,7 +21,7 @@ for ever: only then does running out of time count as caught.
 `make test` checks that each still applies, `make test-full` that each is caught.
 """
 
-from tests.planted import cache, cuda, engine, index, replay, rhythm, service, tiers, traffic, transfer
+from tests.planted import cache, cuda, engine, index, replay, rhythm, service, sizes, tiers, traffic, transfer
 from tests.planted.bug import Bug
 
 __all__ = ["BUGS", "Bug"]
@@ -37,6 +37,7 @@ BUGS: tuple[Bug, ...] = (
     *service.BUGS,
     *replay.BUGS,
     *rhythm.BUGS,
+    *sizes.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",

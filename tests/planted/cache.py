@@ -128,9 +128,9 @@ BUGS: tuple[Bug, ...] = (
         "cache-reader-does-not-warm",
         CACHE,
         """                self._storing.touch(lease)
-            self._end(lease)""",
+            if self._ghosts""",
         """                pass
-            self._end(lease)""",
+            if self._ghosts""",
         (CASES + "test_reuse_and_store_can_be_declined",),
     ),
     Bug(

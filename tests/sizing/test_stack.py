@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeep import stack as stacks
 from kvkeep.replay.formats import read_trace
 from kvkeep.replay.orders import Order
 from kvkeep.replay.pages import Pages
-from kvkeep.sizing import stack as stacks
 from kvkeep.sizing.curve import HitCurve, knee
 from kvkeep.sizing.lru import lru_curve
 from kvkeep.sizing.sizing import exact_lru
-from kvkeep.sizing.stack import Stack, stands_for
+from kvkeep.stack import Stack, stands_for
 
 CHAINS = 24
 

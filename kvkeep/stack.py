@@ -70,8 +70,9 @@ class Stack:
 
     def forget(self, pages: PageIds) -> None:
         """Pages that have been used leave the stack."""
-        for use, weight in zip(self.last_use[pages].tolist(), self._weights(pages).tolist(), strict=True):
-            self._add(use, -weight)
+        uses, at = np.unique(self.last_use[pages], return_inverse=True)
+        for use, weight in zip(uses.tolist(), np.bincount(at, self._weights(pages)).tolist(), strict=True):
+            self._add(use, -int(weight))
         self.last_use[pages] = UNUSED
 
     def hits(self) -> npt.NDArray[np.int64]:
