@@ -13,6 +13,7 @@ from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput
 from kvkeep.index.forecast import BINS, GONE, LOW, PER_OCTAVE, Forecast, bin_of, cost_row
+from kvkeep.index.hints import Hint
 from kvkeep.index.rhythm import ALL_MAX, RhythmOrder
 from kvkeep.index.uses import REMEMBERED_MIN, Uses
 from kvkeep.lease import Lease
@@ -31,7 +32,7 @@ class Clocked:
         config = CacheConfig(page_size=PAGE, eviction="rhythm")
         self.cache = TieredCache(config, GpuPool.bookkeeping(pages), b"fp", order=self.order)
 
-    def serve(self, chain: list[int], at: float, hint: kvkeep.index.hints.Hint | None = None) -> Lease:
+    def serve(self, chain: list[int], at: float, hint: Hint | None = None) -> Lease:
         """A request for all of `chain` but its last page, which it generates, at `at` seconds."""
         self.seconds = at
         lease = self.cache.admit(chain[:-PAGE])
@@ -144,7 +145,8 @@ def test_a_chain_that_was_let_go_of_is_known_when_it_comes_back() -> None:
     assert 0 == world.cached(chain(1, 4))
     lease = world.serve(chain(1, 5), 300.0)
     assert lease.use is not None
-    assert (1, math.log(300.0)) == (lease.use.turns, pytest.approx(lease.use.last))
+    assert 1 == lease.use.turns
+    assert math.log(300.0) == pytest.approx(lease.use.last)
 
 
 def test_a_fork_makes_what_is_shared_nobodys_own() -> None:
@@ -156,7 +158,8 @@ def test_a_fork_makes_what_is_shared_nobodys_own() -> None:
     again = world.serve(head + chain(1, 9), 60.0)
     assert first.use is not None and second.use is not None and again.use is not None
     assert (2, 0) == (second.use.start, second.use.turns)
-    assert (2, 1, 60.0) == (again.use.start, again.use.turns, pytest.approx(math.exp(again.use.last)))
+    assert (2, 1) == (again.use.start, again.use.turns)
+    assert 60.0 == pytest.approx(math.exp(again.use.last))
 
 
 def test_what_an_aborted_request_stored_can_leave() -> None:
@@ -220,7 +223,7 @@ def test_a_reset_forgets_uses() -> None:
 # ---------------------------------------------------------------------- hints
 
 
-def full(hint: kvkeep.index.hints.Hint | None, late: bool = False) -> Clocked:
+def full(hint: Hint | None, late: bool = False) -> Clocked:
     """A pool of three chains of four pages, the second with a hint, when it ends or after."""
     world = Clocked(12)
     leases = [world.serve(chain(n, 4), float(n), hint if n == 2 and not late else None) for n in (1, 2, 3)]
@@ -238,14 +241,25 @@ def test_what_is_discarded_leaves_first(late: bool) -> None:
 
 
 def test_what_a_discarded_chain_shares_does_not_leave_with_it() -> None:
-    """Only its own pages leave first: the common prefix belongs to those who come next as well."""
+    """Only its own pages leave first: the common prefix, which it used last, costs what it costs."""
     world = Clocked(16)
     head = chain(9, 4)
-    world.serve(head + chain(1, 4), 1.0)
+    world.serve(head + chain(1, 6), 1.0)
     world.serve(head + chain(2, 4), 2.0, kvkeep.Discard())
-    world.serve(chain(3, 4), 3.0)
-    world.serve(chain(4, 4), 4.0)
-    assert 4 == world.cached(head)
+    runs = sorted(world.cache._tree.runs(), key=lambda run: (run.start, run.stamps[-1]))
+    assert [0, 4, 4] == [run.start for run in runs]
+    costs = [world.uses.cost(run.stamps[0], run, 3.0) for run in runs]
+    assert (True, True, False) == tuple(math.isfinite(cost) for cost in costs)
+
+
+def test_a_choice_ends_where_another_use_begins() -> None:
+    """Of one run, the pages that a later request did not use leave; then all is compared again."""
+    world = Clocked(12)
+    world.serve(chain(1, 8), 0.0)
+    world.serve(chain(1, 4), 1.0, kvkeep.Pin(100.0))
+    world.serve(chain(2, 4), 2.0)
+    world.serve(chain(3, 8), 3.0)
+    assert [4, 0, 8] == [world.cached(chain(1, 8)), world.cached(chain(2, 4)), world.cached(chain(3, 8))]
 
 
 @pytest.mark.parametrize("late", [False, True])
