@@ -27,7 +27,6 @@ PROMISED = {
     "seal_us_per_page",
     "seal_us_one_page",
     *(f"alloc_us_per_page_{count}{runs}" for count, runs in product((1, 8, 64), ("", "_short_runs"))),
-    "lru_evict_us_per_page",
     "rhythm_evict_us_per_page",
     "rhythm_learn_us",
     "w1_request_us_4m",

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from kvkeep import Discard, Expect, Pin
+import kvkeep
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput
@@ -145,7 +145,8 @@ def test_a_chain_that_was_let_go_of_is_known_when_it_comes_back() -> None:
     assert 0 == world.cached(chain(1, 4))
     lease = world.serve(chain(1, 5), 300.0)
     assert lease.use is not None
-    assert 1 == lease.use.turns and math.log(300.0) == pytest.approx(lease.use.last)
+    assert 1 == lease.use.turns
+    assert math.log(300.0) == pytest.approx(lease.use.last)
 
 
 def test_a_fork_makes_what_is_shared_nobodys_own() -> None:
@@ -157,7 +158,8 @@ def test_a_fork_makes_what_is_shared_nobodys_own() -> None:
     again = world.serve(head + chain(1, 9), 60.0)
     assert first.use is not None and second.use is not None and again.use is not None
     assert (2, 0) == (second.use.start, second.use.turns)
-    assert (2, 1) == (again.use.start, again.use.turns) and 60.0 == pytest.approx(math.exp(again.use.last))
+    assert (2, 1) == (again.use.start, again.use.turns)
+    assert 60.0 == pytest.approx(math.exp(again.use.last))
 
 
 def test_what_an_aborted_request_stored_can_leave() -> None:
@@ -233,31 +235,42 @@ def full(hint: Hint | None, late: bool = False) -> Clocked:
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_discarded_leaves_first(late: bool) -> None:
     """All of it, before any page of another chain."""
-    world = full(Discard(), late)
+    world = full(kvkeep.Discard(), late)
     world.serve(chain(4, 4), 4.0)
     assert [4, 0, 4, 4] == [world.cached(chain(n, 4)) for n in (1, 2, 3, 4)]
 
 
 def test_what_a_discarded_chain_shares_does_not_leave_with_it() -> None:
-    """Only its own pages leave first: the common prefix belongs to those who come next as well."""
+    """Only its own pages leave first: the common prefix, which it used last, costs what it costs."""
     world = Clocked(16)
     head = chain(9, 4)
-    world.serve(head + chain(1, 4), 1.0)
-    world.serve(head + chain(2, 4), 2.0, Discard())
-    world.serve(chain(3, 4), 3.0)
-    world.serve(chain(4, 4), 4.0)
-    assert 4 == world.cached(head)
+    world.serve(head + chain(1, 6), 1.0)
+    world.serve(head + chain(2, 4), 2.0, kvkeep.Discard())
+    runs = sorted(world.cache._tree.runs(), key=lambda run: (run.start, run.stamps[-1]))
+    assert [0, 4, 4] == [run.start for run in runs]
+    costs = [world.uses.cost(run.stamps[0], run, 3.0) for run in runs]
+    assert (True, True, False) == tuple(math.isfinite(cost) for cost in costs)
+
+
+def test_a_choice_ends_where_another_use_begins() -> None:
+    """Of one run, the pages that a later request did not use leave; then all is compared again."""
+    world = Clocked(12)
+    world.serve(chain(1, 8), 0.0)
+    world.serve(chain(1, 4), 1.0, kvkeep.Pin(100.0))
+    world.serve(chain(2, 4), 2.0)
+    world.serve(chain(3, 8), 3.0)
+    assert [4, 0, 8] == [world.cached(chain(1, 8)), world.cached(chain(2, 4)), world.cached(chain(3, 8))]
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_pinned_leaves_last_but_leaves(late: bool) -> None:
     """Everything else goes before it; a live request gets its pages all the same, and in time the pin ends."""
-    world = full(Pin(100.0), late)
+    world = full(kvkeep.Pin(100.0), late)
     world.serve(chain(4, 8), 4.0)
     assert 4 == world.cached(chain(2, 4))
     world.serve(chain(5, 12), 5.0)
     assert 0 == world.cached(chain(2, 4))
-    world = full(Pin(1.0), late)
+    world = full(kvkeep.Pin(1.0), late)
     for n in range(4, 40):
         world.serve(chain(n, 4), 10.0 * n)
     assert 0 == world.cached(chain(2, 4))
@@ -267,7 +280,7 @@ def test_what_is_expected_soon_stays() -> None:
     """Of three chains alike, the ones expected later leave before the one expected soon."""
     world = Clocked(12)
     for n, after_s in ((1, 1000.0), (2, 10.0), (3, 1000.0)):
-        world.serve(chain(n, 4), float(n), Expect(after_s))
+        world.serve(chain(n, 4), float(n), kvkeep.Expect(after_s))
     world.serve(chain(4, 8), 4.0)
     assert 4 == world.cached(chain(2, 4))
 
@@ -276,8 +289,8 @@ def test_lru_takes_hints_and_does_as_before() -> None:
     """An order that does not learn is given hints like any other."""
     cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(8), b"fp")
     lease = cache.admit([1, 1, 1])
-    cache.finish(lease, 2, Discard())
-    cache.hint(lease, Pin(5.0))
+    cache.finish(lease, 2, kvkeep.Discard())
+    cache.hint(lease, kvkeep.Pin(5.0))
     cache.check_invariants()
 
 
@@ -285,6 +298,6 @@ def test_lru_takes_hints_and_does_as_before() -> None:
 def test_a_hint_of_no_time_is_refused(seconds: float) -> None:
     """One line that names the value."""
     with pytest.raises(BadInput, match="seconds"):
-        Pin(seconds)
+        kvkeep.Pin(seconds)
     with pytest.raises(BadInput, match="seconds"):
-        Expect(seconds)
+        kvkeep.Expect(seconds)

@@ -32,7 +32,7 @@ BUGS: tuple[Bug, ...] = (
         "rhythm-every-fork-goes-on",
         USES,
         "if old.tail - depth <= depth - old.start:",
-        "if old.tail - depth <= depth:",
+        "if depth > old.start:",
         (CASES + "test_a_fork_makes_what_is_shared_nobodys_own",),
     ),
     Bug(
@@ -89,6 +89,6 @@ BUGS: tuple[Bug, ...] = (
         ORDER,
         "            if self._stamp(run) == stamp:\n                return run",
         "            if self._stamp(run) != NO_TAIL:\n                return run",
-        (CASES + "test_what_a_discarded_chain_shares_does_not_leave_with_it",),
+        (CASES + "test_a_choice_ends_where_another_use_begins",),
     ),
 )
