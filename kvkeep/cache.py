@@ -16,7 +16,7 @@ from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
 from kvkeep.counting import Counting
-from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
+from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, LeaseRevoked, NotReady, OutOfPages
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, LruOrder, Tier
 from kvkeep.index.names import (
@@ -180,6 +180,7 @@ class TieredCache:
         need = -(-(length + room) // self._page_size) - len(lease.pages)
         if need > 0:
             with self._lock:
+                self._check_live(lease)
                 try:
                     lease.pages.extend(self._room.take(need, lease.number))
                 except OutOfPages:
@@ -194,13 +195,11 @@ class TieredCache:
         After sampling, `kv_len` is one less than `lease.length`: the last token has no KV yet.  With index_at="seal"
         the pages become visible to other requests now.
         """
-        self._check_live(lease)
-        self._check_kv_len(lease, kv_len)
-        lease.kv_len = kv_len
-        if kv_len // self._page_size <= lease.sealed:
+        names = self._name_full_pages(lease, kv_len)
+        if not names:
             return
-        names = self._storing.name_full_pages(lease)
         with self._lock:
+            self._check_live(lease)
             self._storing.seal_pages(lease, names)
             if self._store_at_seal:
                 self._storing.store(lease)
@@ -212,14 +211,14 @@ class TieredCache:
         takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that, and `NotReady` while
         copies into or out of the lease's pages run.  Engines whose forwards run asynchronously call `fence` after it.
         """
-        self._check_live(lease)
-        if lease.read_in_progress:
-            raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
-        if not 0 <= length <= lease.length:
-            raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
         full, part = divmod(length, self._page_size)
         keep = full + (part > 0)
         with self._lock:
+            self._check_live(lease)
+            if lease.read_in_progress:
+                raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
+            if not 0 <= length <= lease.length:
+                raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
             gone = lease.pages[keep:]
             replace = part and full < lease.sealed
             if replace and not self._could_free(gone):
@@ -238,21 +237,23 @@ class TieredCache:
 
     def finish(self, lease: Lease, kv_len: int) -> None:
         """Ends a request whose first `kv_len` positions hold committed KV: its full pages stay, the rest is free."""
-        self._check_live(lease)
-        self._check_kv_len(lease, kv_len)
-        lease.kv_len = kv_len
-        names = self._storing.name_full_pages(lease)
+        names = self._name_full_pages(lease, kv_len)
         with self._lock:
+            self._check_live(lease)
             self._storing.seal_pages(lease, names)
             if not self._storing.store(lease):
                 self._storing.touch(lease)
             self._end(lease)
 
     def abort(self, lease: Lease) -> None:
-        """Ends a request and stores nothing more of it; pages already in the index stay there."""
-        self._check_live(lease)
+        """Ends a request and stores nothing more of it; pages already in the index stay there.
+
+        A lease that was revoked has ended by itself, maybe in another thread at this moment: then there is nothing to do.
+        """
         with self._lock:
-            self._end(lease)
+            if not lease.revoked:
+                self._check_live(lease)
+                self._end(lease)
 
     # ------------------------------------------------------------------ preemption
 
@@ -267,11 +268,10 @@ class TieredCache:
         if self._traffic is None or lease.read_in_progress:
             why = "copies of its pages are running" if lease.read_in_progress else "the cache has no host memory"
             raise CannotSuspend(f"{lease} cannot be suspended: {why}")
-        self._check_kv_len(lease, kv_len)
-        lease.kv_len = kv_len
-        names = self._storing.name_full_pages(lease)
+        names = self._name_full_pages(lease, kv_len)
         used = -(-kv_len // self._page_size)
         with self._lock:
+            self._check_live(lease)
             which = [i for i in range(used) if complete or self._traffic.copies.requests_holding(lease.pages[i]) == 1]
             ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
             if which and not self._traffic.parking.suspend(ticket, page_ids(lease.pages[i] for i in which)):
@@ -467,7 +467,23 @@ class TieredCache:
     def _identity(self, salt: bytes, adapter: bytes, label: bytes) -> Identity:
         return self._identities.get(self._fingerprint, salt, adapter, label)
 
+    def _name_full_pages(self, lease: Lease, kv_len: int) -> list[int]:
+        """Notes `kv_len`; names the pages that it fills and that are not sealed yet, outside the lock.
+
+        What the lease knows of itself changes in other threads only while it waits for copies; then none is named.
+        """
+        with self._lock:
+            self._check_live(lease)
+            self._check_kv_len(lease, kv_len)
+            lease.kv_len = kv_len
+            if lease.read_in_progress:
+                return []
+        return self._storing.name_full_pages(lease)
+
     def _check_live(self, lease: Lease) -> None:
+        """The lease has not ended.  Holds until the lock is let go: a failed load may revoke it in another thread."""
+        if lease.revoked:
+            raise LeaseRevoked(f"{lease} was revoked: a load that it waited for did not arrive; admit it again")
         if not lease.live:
             raise InvariantViolation(f"{lease} has ended")
 

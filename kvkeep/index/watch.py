@@ -59,11 +59,9 @@ class Watch:
         self._listener.stored(self._tier, names, name_before(run, at), reason)
 
     def remove(self, runs: npt.NDArray[Any], depths: npt.NDArray[np.int32], reason: Reason) -> None:
-        """The entries at `depths` of `runs`, one for each, are about to leave; pages of one run stand together."""
+        """The entries at `depths` of `runs`, one for each, are about to leave, in any order."""
         parts: dict[Reason, list[Names]] = {}
-        ends = [len(runs)]
-        if runs[0] is not runs[-1]:
-            ends[:0] = (np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist()
+        ends = [*(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist(), len(runs)]
         first = 0
         for last in ends:
             run: Run = runs[first]

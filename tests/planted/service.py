@@ -34,6 +34,13 @@ BUGS: tuple[Bug, ...] = (
         (EVENT_TESTS + "test_every_chain_has_its_own_event",),
     ),
     Bug(
+        "watch-takes-first-and-last-of-one-run-for-all-of-one-run",
+        WATCH,
+        "ends = [*(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist(), len(runs)]",
+        "ends = [*(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist() * (runs[0] is not runs[-1]), len(runs)]",
+        (EVENT_TESTS + "test_copies_of_several_chains_leave_in_any_order",),
+    ),
+    Bug(
         "watch-calls-a-failed-copy-demoted",
         WATCH,
         'if reason == "evicted" and self._tier is Tier.GPU and run.host is not None:',
