@@ -248,7 +248,7 @@ class TieredCache:
     def abort(self, lease: Lease) -> None:
         """Ends a request and stores nothing more of it; pages already in the index stay there.
 
-        A lease that was revoked has ended by itself, maybe in another thread at this moment: then there is nothing to do.
+        Nothing is done for a lease that was revoked: it has ended by itself, maybe in another thread at this moment.
         """
         with self._lock:
             if not lease.revoked:

@@ -37,7 +37,7 @@ class AfterAnother:
 
 
 def two_that_wait() -> tuple[TwoTiers, Lease, Lease]:
-    """Two leases that wait for the load of A, which has failed: the next poll lets one inherit and revokes the other."""
+    """Two leases that wait for a load of A, which fails: the next poll lets one inherit and revokes the other."""
     tiers = TwoTiers(8, 32, suspend_pages=8)
     for tokens in (A, prompt(2, 7)):
         tiers.store(tokens)
