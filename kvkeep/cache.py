@@ -275,8 +275,7 @@ class TieredCache:
             which = [i for i in range(used) if complete or self._traffic.copies.requests_holding(lease.pages[i]) == 1]
             ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
             if which and not self._traffic.parking.suspend(ticket, page_ids(lease.pages[i] for i in which)):
-                free = self._traffic.parking.ledger.free
-                raise CannotSuspend(f"{lease} needs {len(which)} pages for preempted requests, {free} are free")
+                raise CannotSuspend(f"{lease} {self._traffic.parking.refusal(len(which))}")
             self._storing.seal_pages(lease, names)
             if not self._storing.store(lease):
                 self._storing.touch(lease)
@@ -304,7 +303,9 @@ class TieredCache:
         size, kv_len = self._page_size, ticket.kv_len
         limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch else 0
         with self._lock:
-            assert self._traffic is not None
+            if self._traffic is None:
+                raise BadInput(f"{ticket} is of another cache: this one has no host memory")
+            self._traffic.parking.check(ticket)
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
             limit = min(limit, ticket.storable) if ticket.storable is not None else limit
             lease = self._admission.open(ticket.identity, ids, limit if same_names else 0, ticket.media)
@@ -330,6 +331,7 @@ class TieredCache:
         """A suspended request will not be resumed."""
         with self._lock:
             if self._traffic is not None and ticket.live:
+                self._traffic.parking.check(ticket)
                 self._traffic.parking.forget(ticket)
 
     # ------------------------------------------------------------------ copies

@@ -118,13 +118,13 @@ class Copies:
     def start_deferred(self) -> list[Copy]:
         """Submits copies whose targets nobody reads any more; returns those that will never be made.
 
-        One that finds the queue full is tried again; one that an empty queue refuses is too large for it.
+        One that finds the queue full is tried again.
         """
         lost = []
         for copy in [copy for copy in self._deferred if not copy.after]:
             if self.submit(copy):
                 del self._deferred[copy]
-            elif self.manager.ended or not self.manager.stats().queues.loads:
+            elif self.manager.ended:
                 del self._deferred[copy]
                 lost.append(copy)
         return lost

@@ -13,6 +13,7 @@ RUNS = "kvkeep/index/runs.py"
 ALL_COPIES = "kvkeep/copies.py"
 PARKING = "kvkeep/parking.py"
 
+LARGE = "tests/core/test_large_copies.py::"
 COPIES = "tests/sim/test_stepped_copies.py::"
 BOTH_WAYS = "tests/sim/test_stepped_both_ways.py::"
 LIFE = "tests/sim/test_stepped_life.py::"
@@ -22,6 +23,28 @@ TIERS = "tests/sim/test_tier_accounting.py::"
 SEEDS = "tests/sim/test_simulator.py::test_every_seed_holds"
 
 BUGS: tuple[Bug, ...] = (
+    # Copies of more pages than the link or its queue takes at once.
+    Bug(
+        "traffic-demotes-all-or-nothing",
+        TRAFFIC,
+        "count = self._room(min(count, self._manager.store_pages), stamp)",
+        "count = self._room(count, stamp)",
+        (LARGE + "test_of_more_pages_than_fit_on_the_link_those_that_do_are_demoted",),
+    ),
+    Bug(
+        "traffic-cleans-all-or-nothing",
+        TRAFFIC,
+        "count = min(dirty, self._manager.store_pages)",
+        "count = dirty if dirty <= self._manager.store_pages else 0",
+        (LARGE + "test_more_cold_pages_than_fit_on_the_link_are_copied_down_part_by_part",),
+    ),
+    Bug(
+        "traffic-takes-the-ticket-of-another-cache",
+        PARKING,
+        "if ticket.live and ticket.slots and ticket not in self.suspended:",
+        "if False:",
+        (LARGE + "test_a_ticket_is_good_in_its_own_cache_only",),
+    ),
     # What a copy owns, and until when.
     Bug(
         "traffic-load-does-not-pin-its-sources",

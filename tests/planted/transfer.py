@@ -213,15 +213,29 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "manager-stores-beyond-the-bound",
         MANAGER,
-        "return self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max",
-        "return self._in_flight_nbytes + nbytes <= self._in_flight_nbytes_max",
+        "self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max",
+        "self._in_flight_nbytes + nbytes <= self._in_flight_nbytes_max",
         (MANAGER_TESTS + "test_store_beyond_the_bound_is_not_made", NAIVE),
+    ),
+    Bug(
+        "manager-never-takes-a-load-larger-than-its-queue",
+        MANAGER,
+        "return not self._loads or self._queued_load_pages",
+        "return self._queued_load_pages",
+        (MANAGER_TESTS + "test_load_larger_than_the_queue_waits_alone", NAIVE),
+    ),
+    Bug(
+        "manager-never-takes-a-store-larger-than-the-bound",
+        MANAGER,
+        "return not self.busy or self._in_flight_nbytes",
+        "return self._in_flight_nbytes",
+        (MANAGER_TESTS + "test_store_larger_than_the_bound_runs_alone", NAIVE),
     ),
     Bug(
         "manager-queues-loads-without-bound",
         MANAGER,
-        "return self._queued_load_pages + len(plan) <= self._queue_pages_max",
-        "return len(plan) <= self._queue_pages_max",
+        "self._queued_load_pages + len(plan) <= self._queue_pages_max",
+        "len(plan) <= self._queue_pages_max",
         (MANAGER_TESTS + "test_queue_of_loads_is_bounded_in_pages", NAIVE),
     ),
     Bug(
