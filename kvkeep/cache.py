@@ -272,7 +272,8 @@ class TieredCache:
         used = -(-kv_len // self._page_size)
         with self._lock:
             self._check_live(lease)
-            which = [i for i in range(used) if complete or self._traffic.copies.requests_holding(lease.pages[i]) == 1]
+            holding = self._traffic.copies.requests_holding(lease.pages[:used])
+            which = [i for i in range(used) if complete or holding[i] == 1]
             ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
             if which and not self._traffic.parking.suspend(ticket, page_ids(lease.pages[i] for i in which)):
                 raise CannotSuspend(f"{lease} {self._traffic.parking.refusal(len(which))}")

@@ -1,8 +1,12 @@
-"""Copies of more pages than may be in flight, or queued, at once; tickets of one cache in another."""
+"""Copies of more pages than may be in flight or queued at once, or of many chains; tickets of another cache."""
+
+from typing import Any
 
 import pytest
 
 from kvkeep.errors import BadInput, CannotSuspend
+from kvkeep.index.run import Run
+from kvkeep.room import LOOKS_A_WINDOW
 from tests.telemetry.rigs import TwoTiers, prompt
 
 A = prompt(1, 6)
@@ -55,6 +59,27 @@ def test_a_hit_larger_than_the_queue_is_loaded() -> None:
     assert 24 == lease.matched_len
     tiers.settle()
     assert not lease.read_in_progress
+
+
+def test_room_behind_many_short_chains_is_found_by_looking_at_each_a_few_times() -> None:
+    """A thousand cold chains of a page without a host copy: the window is not looked through for each that leaves."""
+    tiers = TwoTiers(1040, 1040, in_flight_pages=1000)
+    for first in range(1000):
+        tiers.store(prompt(first, 1))
+    order: Any = tiers.cache._tree.gpu.order
+    looks, shelve = [], order.shelve
+
+    def counted(run: Run) -> None:
+        looks.append(run)
+        shelve(run)
+
+    order.shelve = counted
+    lease = tiers.cache.admit(prompt(2000, 500))
+    assert tiers.cache.stats().pages_demoted > 450
+    assert len(looks) < 500 * (LOOKS_A_WINDOW + 2)
+    tiers.cache.abort(lease)
+    tiers.settle()
+    tiers.check()
 
 
 def test_a_ticket_is_good_in_its_own_cache_only() -> None:

@@ -39,6 +39,13 @@ BUGS: tuple[Bug, ...] = (
         (LARGE + "test_more_cold_pages_than_fit_on_the_link_are_copied_down_part_by_part",),
     ),
     Bug(
+        "room-looks-through-the-window-for-each-page",
+        ROOM,
+        "look_at = count - self.window // LOOKS_A_WINDOW",
+        "look_at = count",
+        (LARGE + "test_room_behind_many_short_chains_is_found_by_looking_at_each_a_few_times",),
+    ),
+    Bug(
         "traffic-takes-the-ticket-of-another-cache",
         PARKING,
         "if ticket.live and ticket.slots and ticket not in self.suspended:",
@@ -300,8 +307,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-clean-first-without-a-window",
         ROOM,
-        "left, seen, found = self.window, [], None",
-        "left, seen, found = self._ledger.total, [], None",
+        "left, seen, found = self.window, [], list[tuple[Run, int]]()",
+        "left, seen, found = self._ledger.total, [], list[tuple[Run, int]]()",
         (TIERS + "test_a_hot_chain_is_never_promoted_again",),
     ),
     Bug(
@@ -349,7 +356,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-copies-of-other-requests-make-a-page-shared",
         ALL_COPIES,
-        "return holders if holders < 2 else holders - sum(page in copy.gpu for copy in self)",
+        "return [count - copying[page] for page, count in zip(pages, holders, strict=True)]",
         "return holders",
         (LIFE + "test_a_page_being_cleaned_is_suspended_with_its_request",),
     ),
