@@ -121,7 +121,7 @@ class TransferManager:
         if not self.busy:
             return True
         with self._lock:
-            return not self._loads and not self._stores and all(job.overdue for job in self._in_flight)
+            return not self._loads and not self._stores and self._all_overdue()
 
     @property
     def store_pages(self) -> int:
@@ -272,14 +272,24 @@ class TransferManager:
     def _next(self) -> Job | None:
         """The job to start now: the oldest load; a store only when no load waits; nothing while it does not fit."""
         job = next(iter(self._loads or self._stores), None)
-        if job is None or not self._in_flight or self._in_flight_nbytes + job.nbytes <= self._in_flight_nbytes_max:
+        if job is None or self._in_flight_nbytes + job.nbytes <= self._in_flight_nbytes_max or self._alone():
             return job
         return None
+
+    def _alone(self) -> bool:
+        """Whether a job that is larger than the bound may run: copies that may never end do not hold it up for ever."""
+        return self._in_flight_nbytes < self._in_flight_nbytes_max and self._all_overdue()
+
+    def _all_overdue(self) -> bool:
+        return all(job.overdue for job in self._in_flight)
 
     def _has_room(self, plan: Plan, nbytes: int) -> bool:
         if plan.direction == "h2d":
             return not self._loads or self._queued_load_pages + len(plan) <= self._queue_pages_max
-        return not self.busy or self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max
+        waiting = self._loads or self._stores
+        return (
+            not waiting and self._alone()
+        ) or self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max
 
     def _unqueue(self, job: Job) -> bool:
         queue = self._loads if job.plan.direction == "h2d" else self._stores

@@ -108,8 +108,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cleaning-stops-for-a-copy-that-never-ends",
         "kvkeep/transfer/manager.py",
-        "all(job.overdue for job in self._in_flight)",
-        "not self._in_flight",
+        "return not self._loads and not self._stores and self._all_overdue()",
+        "return not self._loads and not self._stores and not self._in_flight",
         (FAULTS + "test_cleaning_goes_on_beside_a_copy_that_never_ends",),
     ),
     Bug(

@@ -199,8 +199,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "manager-lets-a-small-store-overtake-a-load",
         MANAGER,
-        "            return job\n        return None\n\n    def _has_room",
-        "            return job\n        return next(iter(self._stores), None)\n\n    def _has_room",
+        "            return job\n        return None\n\n    def _alone",
+        "            return job\n        return next(iter(self._stores), None)\n\n    def _alone",
         (MANAGER_TESTS + "test_no_store_starts_while_a_load_waits", NAIVE),
     ),
     Bug(
@@ -227,9 +227,16 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "manager-never-takes-a-store-larger-than-the-bound",
         MANAGER,
-        "return not self.busy or self._in_flight_nbytes",
+        "return (not waiting and self._alone()) or self._in_flight_nbytes",
         "return self._in_flight_nbytes",
         (MANAGER_TESTS + "test_store_larger_than_the_bound_runs_alone", NAIVE),
+    ),
+    Bug(
+        "manager-waits-for-copies-that-hang",
+        MANAGER,
+        "return self._in_flight_nbytes < self._in_flight_nbytes_max and self._all_overdue()",
+        "return not self._in_flight",
+        (MANAGER_TESTS + "test_a_copy_that_hangs_does_not_hold_up_larger_ones_for_ever", NAIVE),
     ),
     Bug(
         "manager-queues-loads-without-bound",

@@ -204,6 +204,30 @@ def test_store_larger_than_the_bound_runs_alone(manager: TransferManager, backen
     assert large is backend.launched[-1]
 
 
+def test_a_copy_that_hangs_does_not_hold_up_larger_ones_for_ever(
+    manager: TransferManager, backend: Recording, clock: Clock
+):
+    """Once it is overdue a load larger than what is left of the bound runs beside it; none when it fills the bound."""
+    hung = submit(manager, "promote", 0)
+    manager.poll()
+    backend.stick(hung)
+    large = submit(manager, "promote", 1, 2, 3, 4)
+    clock.now = DEADLINE_S - 0.1
+    manager.poll()
+    assert manager.revoke(large)
+    clock.now = DEADLINE_S
+    manager.poll()
+    large = submit(manager, "promote", 1, 2, 3, 4)
+    manager.poll()
+    assert [hung, large] == backend.launched
+    backend.stick(large)
+    clock.now = 2 * DEADLINE_S
+    manager.poll()
+    submit(manager, "promote", 5)
+    manager.poll()
+    assert [hung, large] == backend.launched
+
+
 def test_load_larger_than_the_queue_waits_alone(manager: TransferManager):
     """It is refused while another waits, and taken when none does: a request of many pages can be resumed."""
     submit(manager, "promote", 0)
