@@ -16,7 +16,7 @@ from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
 from kvkeep.counting import Counting
-from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
+from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, LeaseRevoked, NotReady, OutOfPages
 from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
@@ -26,7 +26,6 @@ from kvkeep.index.names import (
     Fingerprint,
     Hash64,
     Identities,
-    Identity,
     MediaItem,
     TokenIds,
     as_int32,
@@ -42,7 +41,7 @@ from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Listener, Names, names_in, watch_tree
 from kvkeep.lease import Lease
-from kvkeep.misses import Both, MissLedger, MissStats
+from kvkeep.misses import MissLedger, MissStats
 from kvkeep.room import Room
 from kvkeep.stats import CacheStats, ResetReport
 from kvkeep.storing import Storing
@@ -114,7 +113,7 @@ class TieredCache:
             self._ghosts = Ghosts(config.page_size, pool.pages, self._host.ledger.total if self._host else 0)
         self._misses = misses
         if misses is not None:
-            watch_tree(self._tree, misses)
+            watch_tree(self._tree, None, misses)
         self._room = Room(self._ledger, self._tree, self._leases, self._traffic)
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._counting = Counting()
@@ -163,7 +162,7 @@ class TieredCache:
         if storable is not None:
             limit = min(limit, storable)
         with self._lock:
-            identity = self._identity(salt, adapter, label)
+            identity = self._identities.get(self._fingerprint, salt, adapter, label)
             lease = self._admission.open(identity, ids, limit, by_page, reuse)
             lease.store, lease.storable = store, storable
             self._counting.admitted(lease)
@@ -184,6 +183,7 @@ class TieredCache:
         need = -(-(length + room) // self._page_size) - len(lease.pages)
         if need > 0:
             with self._lock:
+                self._check_live(lease)
                 try:
                     lease.pages.extend(self._room.take(need, lease.number))
                 except OutOfPages:
@@ -198,13 +198,11 @@ class TieredCache:
         After sampling, `kv_len` is one less than `lease.length`: the last token has no KV yet.  With index_at="seal"
         the pages become visible to other requests now.
         """
-        self._check_live(lease)
-        lease.check_kv_len(kv_len, self._page_size)
-        lease.kv_len = kv_len
-        if kv_len // self._page_size <= lease.sealed:
+        names = self._name_full_pages(lease, kv_len)
+        if not names:
             return
-        names = self._storing.name_full_pages(lease)
         with self._lock:
+            self._check_live(lease)
             self._storing.seal_pages(lease, names)
             if self._store_at_seal:
                 self._storing.store(lease)
@@ -216,17 +214,17 @@ class TieredCache:
         takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that, and `NotReady` while
         copies into or out of the lease's pages run.  Engines whose forwards run asynchronously call `fence` after it.
         """
-        self._check_live(lease)
-        if lease.read_in_progress:
-            raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
-        if not 0 <= length <= lease.length:
-            raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
         full, part = divmod(length, self._page_size)
         keep = full + (part > 0)
         with self._lock:
+            self._check_live(lease)
+            if lease.read_in_progress:
+                raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
+            if not 0 <= length <= lease.length:
+                raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
             gone = lease.pages[keep:]
             replace = part and full < lease.sealed
-            if replace and not self._could_free(gone):
+            if replace and not self._room.could_be_had(gone):
                 self._counting.refusals += 1
                 raise self._room.out_of_pages(1, 1)
             self._storing.rewind(lease, full, length)
@@ -242,11 +240,10 @@ class TieredCache:
 
     def finish(self, lease: Lease, kv_len: int, hint: Hint | None = None) -> None:
         """Ends a request whose first `kv_len` positions hold committed KV: its full pages stay, the rest is free."""
-        self._check_live(lease)
-        lease.check_kv_len(kv_len, self._page_size)
-        lease.kv_len, lease.hint = kv_len, hint or lease.hint
-        names = self._storing.name_full_pages(lease)
+        names = self._name_full_pages(lease, kv_len)
+        lease.hint = hint or lease.hint
         with self._lock:
+            self._check_live(lease)
             self._storing.seal_pages(lease, names)
             if not self._storing.store(lease):
                 self._storing.touch(lease)
@@ -260,10 +257,14 @@ class TieredCache:
             self._storing.hint(lease, hint)
 
     def abort(self, lease: Lease) -> None:
-        """Ends a request and stores nothing more of it; pages already in the index stay there."""
-        self._check_live(lease)
+        """Ends a request and stores nothing more of it; pages already in the index stay there.
+
+        Nothing is done for a lease that was revoked: it has ended by itself, maybe in another thread at this moment.
+        """
         with self._lock:
-            self._end(lease)
+            if not lease.revoked:
+                self._check_live(lease)
+                self._end(lease)
 
     # ------------------------------------------------------------------ preemption
 
@@ -278,16 +279,15 @@ class TieredCache:
         if self._traffic is None or lease.read_in_progress:
             why = "copies of its pages are running" if lease.read_in_progress else "the cache has no host memory"
             raise CannotSuspend(f"{lease} cannot be suspended: {why}")
-        lease.check_kv_len(kv_len, self._page_size)
-        lease.kv_len = kv_len
-        names = self._storing.name_full_pages(lease)
+        names = self._name_full_pages(lease, kv_len)
         used = -(-kv_len // self._page_size)
         with self._lock:
-            which = [i for i in range(used) if complete or self._traffic.copies.requests_holding(lease.pages[i]) == 1]
+            self._check_live(lease)
+            holding = self._traffic.copies.requests_holding(lease.pages[:used])
+            which = [i for i in range(used) if complete or holding[i] == 1]
             ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
             if which and not self._traffic.parking.suspend(ticket, page_ids(lease.pages[i] for i in which)):
-                free = self._traffic.parking.ledger.free
-                raise CannotSuspend(f"{lease} needs {len(which)} pages for preempted requests, {free} are free")
+                raise CannotSuspend(f"{lease} {self._traffic.parking.refusal(len(which))}")
             self._storing.seal_pages(lease, names)
             if not self._storing.store(lease):
                 self._storing.touch(lease)
@@ -315,7 +315,9 @@ class TieredCache:
         size, kv_len = self._page_size, ticket.kv_len
         limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch else 0
         with self._lock:
-            assert self._traffic is not None
+            if self._traffic is None:
+                raise BadInput(f"{ticket} is of another cache: this one has no host memory")
+            self._traffic.parking.check(ticket)
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
             limit = min(limit, ticket.storable) if ticket.storable is not None else limit
             lease = self._admission.open(ticket.identity, ids, limit if same_names else 0, ticket.media)
@@ -341,6 +343,7 @@ class TieredCache:
         """A suspended request will not be resumed."""
         with self._lock:
             if self._traffic is not None and ticket.live:
+                self._traffic.parking.check(ticket)
                 self._traffic.parking.forget(ticket)
 
     # ------------------------------------------------------------------ copies
@@ -420,10 +423,6 @@ class TieredCache:
                 self._tree.offer(page)
                 break
 
-    def _could_free(self, pages: "array[int]") -> bool:
-        """Whether a page can be had once this lease has released `pages`."""
-        return bool(self._ledger.free or self._ledger.idle or any(self._ledger.holders(p) == 1 for p in pages))
-
     # ------------------------------------------------------------------ the whole cache
 
     def reset(self) -> ResetReport:
@@ -468,10 +467,7 @@ class TieredCache:
         It is called with the cache's lock held: it must be quick, and must not call the cache.
         """
         with self._lock:
-            if self._misses is not None:
-                watch_tree(self._tree, Both(self._misses, listener) if listener is not None else self._misses)
-                return names_in(self._tree)
-            return watch_tree(self._tree, listener)
+            return watch_tree(self._tree, listener, self._misses)
 
     def check_invariants(self) -> None:
         """Raises `InvariantViolation` when counts differ from the owners recomputed.  O(pages), for tests and idle."""
@@ -481,9 +477,22 @@ class TieredCache:
 
     # ------------------------------------------------------------------ checks and small things
 
-    def _identity(self, salt: bytes, adapter: bytes, label: bytes) -> Identity:
-        return self._identities.get(self._fingerprint, salt, adapter, label)
+    def _name_full_pages(self, lease: Lease, kv_len: int) -> list[int]:
+        """Notes `kv_len`; names the pages that it fills and that are not sealed yet, outside the lock.
+
+        What the lease knows of itself changes in other threads only while it waits for copies; then none is named.
+        """
+        with self._lock:
+            self._check_live(lease)
+            lease.check_kv_len(kv_len, self._page_size)
+            lease.kv_len = kv_len
+            if lease.read_in_progress:
+                return []
+        return self._storing.name_full_pages(lease)
 
     def _check_live(self, lease: Lease) -> None:
+        """The lease has not ended.  Holds until the lock is let go: a failed load may revoke it in another thread."""
+        if lease.revoked:
+            raise LeaseRevoked(f"{lease} was revoked: a load that it waited for did not arrive; admit it again")
         if not lease.live:
             raise InvariantViolation(f"{lease} has ended")

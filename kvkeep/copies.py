@@ -84,6 +84,7 @@ class Copies:
         self._end = end
         self._of: dict[Job, Copy] = {}
         self._deferred: dict[Copy, None] = {}
+        self._behind: dict[Copy, list[Copy]] = {}  # deferred copies, by each that they come after
 
     def __iter__(self) -> Iterator[Copy]:
         yield from self._of.values()
@@ -114,17 +115,19 @@ class Copies:
         """The copy is to be submitted when those in `after`, which read its targets, are over."""
         copy.after = set(after)
         self._deferred[copy] = None
+        for other in copy.after:
+            self._behind.setdefault(other, []).append(copy)
 
     def start_deferred(self) -> list[Copy]:
         """Submits copies whose targets nobody reads any more; returns those that will never be made.
 
-        One that finds the queue full is tried again; one that an empty queue refuses is too large for it.
+        One that finds the queue full is tried again.
         """
         lost = []
         for copy in [copy for copy in self._deferred if not copy.after]:
             if self.submit(copy):
                 del self._deferred[copy]
-            elif self.manager.ended or not self.manager.stats().queues.loads:
+            elif self.manager.ended:
                 del self._deferred[copy]
                 lost.append(copy)
         return lost
@@ -137,7 +140,7 @@ class Copies:
         """No byte of it moves any more."""
         assert copy.job is not None
         del self._of[copy.job]
-        for other in self._deferred:
+        for other in self._behind.pop(copy, ()):
             other.after.discard(copy)
 
     def take_back(self, copy: Copy) -> bool:
@@ -195,7 +198,10 @@ class Copies:
         held = Counter(page for copy in self for page in copy.gpu)
         return {page for page, count in held.items() if self._gpu.holders(page) == count}
 
-    def requests_holding(self, page: int) -> int:
-        """How many live requests hold a GPU page: its holders, but for copies."""
-        holders = self._gpu.holders(page)
-        return holders if holders < 2 else holders - sum(page in copy.gpu for copy in self)
+    def requests_holding(self, pages: "array[int]") -> list[int]:
+        """How many live requests hold each of these GPU pages: its holders, but for copies."""
+        holders = [self._gpu.holders(page) for page in pages]
+        if max(holders, default=0) < 2:
+            return holders
+        copying = Counter(page for copy in self for page in copy.gpu)
+        return [count - copying[page] for page, count in zip(pages, holders, strict=True)]

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kvkeep.index.eviction import Tier
 from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, PageMedia, chain_names, hash64
-from kvkeep.index.watch import Listener, Names, Reason
+from kvkeep.index.watch import Names, Reason
 from kvkeep.stats import Histogram
 
 #: Upper bounds of the histogram of how long ago a missed page had been evicted, in seconds.
@@ -264,22 +264,3 @@ def _fields(record: bytes) -> list[tuple[bytes, bytes]]:
         out.append((tag, record[at + 8 : at + 8 + length]))
         at += 8 + length
     return out
-
-
-class Both:
-    """Two listeners as one."""
-
-    def __init__(self, first: Listener, second: Listener) -> None:
-        self._both = (first, second)
-
-    def stored(self, tier: Tier, names: Names, parent: int, reason: Reason | None) -> None:
-        for listener in self._both:
-            listener.stored(tier, names, parent, reason)
-
-    def removed(self, tier: Tier, names: Names, reason: Reason) -> None:
-        for listener in self._both:
-            listener.removed(tier, names, reason)
-
-    def cleared(self, tier: Tier) -> None:
-        for listener in self._both:
-            listener.cleared(tier)

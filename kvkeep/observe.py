@@ -108,7 +108,7 @@ class Observer:
         self._tree = RunTree(self._ledger, make_order(eviction, pages), self._page_nbytes)
         self._uses = self._tree.gpu.order.uses
         self._misses = MissLedger(page_size, order=eviction)
-        watch_tree(self._tree, self._misses)
+        watch_tree(self._tree, None, self._misses)
         self._computed_by = np.zeros(2 * pages, dtype=np.uint64)  # by page, a bit for each replica
         self._digests: dict[bytes, None] = {}
         self._lock = Lock()

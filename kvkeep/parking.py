@@ -6,6 +6,7 @@ Must not know cached pages: neither takes the other's place.  Its callers hold t
 from array import array
 
 from kvkeep.copies import Copies, Copy, Suspended
+from kvkeep.errors import BadInput
 from kvkeep.lease import Lease
 from kvkeep.tiers.ledger import Ledger
 
@@ -41,6 +42,12 @@ class Parking:
         self.suspended.add(ticket)
         return True
 
+    def refusal(self, pages: int) -> str:
+        """Why so many pages cannot be suspended now."""
+        if pages > self.ledger.free:
+            return f"needs {pages} pages for preempted requests, {self.ledger.free} are free"
+        return f"needs a copy of {pages} pages, and beside those that run {self._copies.manager.store_pages} fit"
+
     def hold_sources(self, ticket: Suspended) -> None:
         """The copy that suspends a request becomes an owner of its sources, before the lease lets go of them."""
         for copy in self._copies:
@@ -61,6 +68,11 @@ class Parking:
         self.ledger.retain(slots, copy)
         self._copies.wait(lease, copy)
         return True
+
+    def check(self, ticket: Suspended) -> None:
+        """Raises `BadInput` for a live ticket whose pages are not here: their ids mean other pages in its own cache."""
+        if ticket.live and ticket.slots and ticket not in self.suspended:
+            raise BadInput(f"{ticket} is of another cache: it must be resumed, or discarded, where it was suspended")
 
     def forget(self, ticket: Suspended) -> None:
         """The ticket lets go of its pages: it was resumed, or will never be."""

@@ -22,21 +22,25 @@ from kvkeep.traffic import Traffic
 #: The coldest pages of the GPU pool that are kept copied down, and may leave in another order: a sixteenth of the pool,
 #: so that an admission of that size finds clean pages, within bounds that keep a round of cleaning short.
 WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
+#: How often an admission that takes as many pages as the window has looks through it for pages with a host copy: for
+#: each page it looks at no more runs than that.
+LOOKS_A_WINDOW = 4
 #: Where one of the last admissions asked for more than that, as many are kept copied down: the next may ask for them.
 ADMISSIONS_REMEMBERED = 16
 
 
 class Drains:
-    """What a request that can wait has got of pages that copies still read: at most `count_max`."""
+    """What a request that can wait has got of pages that copies still read: `count` so far, at most `count_max`."""
 
     def __init__(self, count_max: int) -> None:
         self.count_max = count_max
+        self.count = 0
         self.copies: list[Copy] = []
 
-    @property
-    def count(self) -> int:
-        """Pages so far."""
-        return sum(len(copy.gpu) for copy in self.copies)
+    def add(self, copy: Copy) -> None:
+        """It has got the pages that `copy` reads."""
+        self.copies.append(copy)
+        self.count += len(copy.gpu)
 
 
 class Room:
@@ -103,6 +107,11 @@ class Room:
             pages.extend(copy.gpu)
         return pages
 
+    def could_be_had(self, pages: "array[int]") -> bool:
+        """Whether there is a page to be had once a request has released `pages`."""
+        ledger = self._ledger
+        return bool(ledger.free or ledger.idle or any(ledger.holders(page) == 1 for page in pages))
+
     def out_of_pages(self, asked: int, short: int) -> OutOfPages:
         """The error with the numbers of now."""
         copying = 0 if self._traffic is None else len(self._traffic.copies.pages_held_alone())
@@ -122,6 +131,7 @@ class Room:
         """Up to `count` pages: OPEN ones, which it returns, and ones added to `drains`."""
         tree, order = self._tree, self._tree.gpu.order
         out = array("i")
+        look_at = count  # the window is looked through when no more than so many pages are short
         while count > 0:
             run = order.coldest()
             if run is None:
@@ -131,13 +141,14 @@ class Room:
                 order.shelve(run)
                 continue
             clean = run.clean_tail(k)
-            if not clean:
-                found = self._clean_in_window(count)
-                if found is not None:
-                    run, clean = found
-            if clean:
-                out.extend(self._leave(run, clean, owner))
+            tails = [(run, clean)] if clean else []
+            if not clean and count <= look_at:
+                tails = self._clean_in_window(count)
+                look_at = count - self.window // LOOKS_A_WINDOW
+            for tail, clean in tails:
+                out.extend(self._leave(tail, clean, owner))
                 count -= clean
+            if tails:
                 continue
             k = run.dirty_tail(len(run.pages), k)
             copy = None
@@ -150,7 +161,7 @@ class Room:
                 count -= k
             else:
                 assert drains is not None
-                drains.copies.append(copy)
+                drains.add(copy)
                 self.pages_demoted += len(copy.gpu)
                 count -= len(copy.gpu)
         return out
@@ -160,18 +171,19 @@ class Room:
         self._ledger.recycle(pages, owner)
         return pages
 
-    def _clean_in_window(self, count: int) -> tuple[Run, int] | None:
-        """The coldest idle tail with host copies in the window: its run, and how many pages of it, `count` at most."""
+    def _clean_in_window(self, count: int) -> list[tuple[Run, int]]:
+        """The idle tails with host copies in the window: their runs, and how many pages of each; `count` in all."""
         tree, order = self._tree, self._tree.gpu.order
-        left, seen, found = self.window, [], None
-        while left > 0 and found is None and (run := order.coldest()) is not None:
+        left, seen, found = self.window, [], list[tuple[Run, int]]()
+        while left > 0 and count > 0 and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)
             k = self._ledger.idle_tail(run.pages, min(tree.coldest_stretch(run), left))
             left -= k
             clean = run.clean_tail(min(k, count))
             if clean:
-                found = run, clean
+                found.append((run, clean))
+                count -= clean
         for run in seen:
             order.offer(run)
         return found

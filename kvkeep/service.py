@@ -104,12 +104,12 @@ class KVCacheService:
         """Admits a prompt, see `TieredCache.admit`; waits while there is no room, first come first served.
 
         Raises `NoRoomInTime` after `timeout_s`, `ServiceClosed`, and `BadInput` for what could never be admitted.
-        A task that is cancelled here leaves nothing behind.
+        A task that is cancelled here leaves nothing behind.  `tokens` and `media` may be used again afterwards.
         """
         desk = self._desk(key)
         ask = partial(
-            desk.cache.admit, as_int32(tokens), salt=salt, adapter=adapter, label=label, media=media, reuse=reuse,
-            store=store,
+            desk.cache.admit, as_int32(tokens).copy(), salt=salt, adapter=adapter, label=label, media=tuple(media),
+            reuse=reuse, store=store,
         )  # fmt: skip
         return await self._enter(desk, ask, timeout_s)
 
@@ -121,7 +121,7 @@ class KVCacheService:
         The ticket stays good when this raises.
         """
         desk = self._desk(key)
-        return await self._enter(desk, partial(desk.cache.resume, ticket, as_int32(tokens)), timeout_s, again=0)
+        return await self._enter(desk, partial(desk.cache.resume, ticket, as_int32(tokens).copy()), timeout_s, again=0)
 
     def discard(self, key: CacheKey, ticket: Suspended) -> None:
         """A suspended request will not be resumed."""

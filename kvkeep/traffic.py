@@ -170,10 +170,10 @@ class Traffic:
     def demote(self, run: Run, count: int, heir: int) -> Copy | None:
         """Hands the last `count` or fewer GPU pages of `run`, which have no host copy, to `heir` while they are copied.
 
-        None when there is no place for even one, or the copy is refused: then the pages can only be dropped.
+        None when there is no place for even one, or no room on the link: then the pages can only be dropped.
         """
         stamp = run.stretch(run.gpu_end - 1)[0]
-        count = self._room(count, stamp)
+        count = self._room(min(count, self._manager.store_pages), stamp)
         if not count:
             return None
         copy = self._store("demote", run, run.gpu_end - count, count)
@@ -218,10 +218,11 @@ class Traffic:
         clean = run.clean_tail(count)
         last = len(run.pages) - clean
         dirty = run.dirty_tail(last, count - clean)
-        if places is None:
-            count = self._room(dirty, run.stretch(run.start + last - 1)[0]) if dirty else 0
-        else:
-            count = min(dirty, places)
+        count = min(dirty, self._manager.store_pages)
+        if places is not None:
+            count = min(count, places)
+        elif count:
+            count = self._room(count, run.stretch(run.start + last - 1)[0])
         if not count or self._store("clean", run, run.start + last - count, count) is None:
             return dirty, 0
         return dirty, count

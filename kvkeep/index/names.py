@@ -57,9 +57,10 @@ class MediaItem:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 1:
+        if not _is_integer(self.offset) or not _is_integer(self.length) or self.offset < 0 or self.length < 1:
             raise BadInput(
-                f"media item at {self.offset} of length {self.length}: offset must be 0 or more, length 1 or more"
+                f"media item at {self.offset!r} of length {self.length!r}: offset must be an integer of 0 or more, "
+                "length one of 1 or more"
             )
         if self.digest is not None and not isinstance(self.digest, bytes):
             raise BadInput(f"media digest is {type(self.digest).__name__}: it must be bytes, or None")
@@ -241,6 +242,8 @@ def page_media(
     nameable: int | None = None
     end = 0
     for item in items:
+        if not isinstance(item, MediaItem):
+            raise BadInput(f"media has {type(item).__name__}: it must be a sequence of `MediaItem`")
         if item.offset < end or item.offset + item.length > length:
             raise BadInput(
                 f"media item at {item.offset} of length {item.length}: items must be in order, apart, and within "

@@ -45,6 +45,25 @@ class Listener(Protocol):
         """Every copy left (reason: "reset")."""
 
 
+class Both:
+    """Two listeners as one."""
+
+    def __init__(self, first: Listener, second: Listener) -> None:
+        self._both = (first, second)
+
+    def stored(self, tier: Tier, names: Names, parent: int, reason: Reason | None) -> None:
+        for listener in self._both:
+            listener.stored(tier, names, parent, reason)
+
+    def removed(self, tier: Tier, names: Names, reason: Reason) -> None:
+        for listener in self._both:
+            listener.removed(tier, names, reason)
+
+    def cleared(self, tier: Tier) -> None:
+        for listener in self._both:
+            listener.cleared(tier)
+
+
 class Watch:
     """What a tier's map tells of its changes."""
 
@@ -59,11 +78,9 @@ class Watch:
         self._listener.stored(self._tier, names, name_before(run, at), reason)
 
     def remove(self, runs: npt.NDArray[Any], depths: npt.NDArray[np.int32], reason: Reason) -> None:
-        """The entries at `depths` of `runs`, one for each, are about to leave; pages of one run stand together."""
+        """The entries at `depths` of `runs`, one for each, are about to leave, in any order."""
         parts: dict[Reason, list[Names]] = {}
-        ends = [len(runs)]
-        if runs[0] is not runs[-1]:
-            ends[:0] = (np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist()
+        ends = [*(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist(), len(runs)]
         first = 0
         for last in ends:
             run: Run = runs[first]
@@ -93,11 +110,15 @@ def name_before(run: Run, at: int) -> int:
     return run.parent.names[-1] if run.parent.names else run.parent.key
 
 
-def watch_tree(tree: "RunTree", listener: Listener | None) -> Mapping[Tier, Names]:
-    """Tells `listener` (None: nobody) of every change from now on; returns the names in each tier as they are now."""
-    tree.gpu.watch = Watch(Tier.GPU, listener) if listener is not None else None
+def watch_tree(tree: "RunTree", listener: Listener | None, always: Listener | None = None) -> Mapping[Tier, Names]:
+    """Tells `listener` (None: nobody) of every change from now on, and `always` too.
+
+    Returns the names in each tier as they are now, for a `listener`.
+    """
+    told = Both(listener, always) if listener is not None and always is not None else listener or always
+    tree.gpu.watch = Watch(Tier.GPU, told) if told is not None else None
     if tree.host is not None:
-        tree.host.watch = Watch(Tier.HOST, listener) if listener is not None else None
+        tree.host.watch = Watch(Tier.HOST, told) if told is not None else None
     return {} if listener is None else names_in(tree)
 
 

@@ -58,9 +58,9 @@ class TransferManager:
     """Runs the copies of one pair of pools over one backend.
 
     bytes_in_flight_max: bytes of the copies that run at the same time.  A load that is larger runs alone; a store is
-        not made unless it fits with everything that runs or waits before it.  It bounds how long a new load waits for
-        copies that run already: 256 MiB are about 5 ms of a PCIe 5 link.
-    queue_pages_max: pages of the loads that wait.
+        not made unless it fits with everything that runs or waits before it, or there is nothing.  It bounds how long a
+        new load waits for copies that run already: 256 MiB are about 5 ms of a PCIe 5 link.
+    queue_pages_max: pages of the loads that wait; one load always may, however large.
     deadline_s: seconds from submission after which a job is overdue.
     clock: seconds that never go back.
     """
@@ -121,7 +121,14 @@ class TransferManager:
         if not self.busy:
             return True
         with self._lock:
-            return not self._loads and not self._stores and all(job.overdue for job in self._in_flight)
+            return not self._loads and not self._stores and self._all_overdue()
+
+    @property
+    def store_pages(self) -> int:
+        """Pages of a store that fit now with everything that runs or waits; 0 when no copy is made any more."""
+        with self._lock:
+            left = self._in_flight_nbytes_max - self._in_flight_nbytes - self._queued_nbytes
+        return max(0, left // self._page_nbytes) if not self.ended else 0
 
     def stats(self) -> TransferStats:
         """Counters since the start, and the queues now."""
@@ -265,13 +272,22 @@ class TransferManager:
     def _next(self) -> Job | None:
         """The job to start now: the oldest load; a store only when no load waits; nothing while it does not fit."""
         job = next(iter(self._loads or self._stores), None)
-        if job is None or not self._in_flight or self._in_flight_nbytes + job.nbytes <= self._in_flight_nbytes_max:
+        if job is None or self._in_flight_nbytes + job.nbytes <= self._in_flight_nbytes_max or self._alone():
             return job
         return None
 
+    def _alone(self) -> bool:
+        """Whether a job that is larger than the bound may run: copies that may never end do not hold it up for ever."""
+        return self._in_flight_nbytes < self._in_flight_nbytes_max and self._all_overdue()
+
+    def _all_overdue(self) -> bool:
+        return all(job.overdue for job in self._in_flight)
+
     def _has_room(self, plan: Plan, nbytes: int) -> bool:
         if plan.direction == "h2d":
-            return self._queued_load_pages + len(plan) <= self._queue_pages_max
+            return not self._loads or self._queued_load_pages + len(plan) <= self._queue_pages_max
+        if not self._loads and not self._stores and self._alone():
+            return True
         return self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max
 
     def _unqueue(self, job: Job) -> bool:

@@ -379,7 +379,9 @@ class CacheMachine(RuleBasedStateMachine):
             return None
         raw = np.array([t for tokens, _ in chain for t in tokens], dtype=np.int32).data.cast("B")
         media: PageMedia = {d: m for d, (_, m) in enumerate(chain) if m}
-        found = self.cache._tree.match(self.cache._identity(*root[1:]), raw, len(chain), media)
+        found = self.cache._tree.match(
+            self.cache._identities.get(self.cache._fingerprint, *root[1:]), raw, len(chain), media
+        )
         return found.pages[-1] if len(found.pages) == len(chain) else None
 
     def counts_are_equal(self) -> None:

@@ -141,12 +141,20 @@ def test_pages_that_host_memory_has() -> None:
     told.cache.abort(told.admit(tokens(2, 7), reuse=False))
     told.cache.prefilled(1000, 1e-9)
     assert (Cause.SLOWER, {Cause.SLOWER: 3}) == told.serve(tokens(1, 3))
-    told = Told(pages=8, host_pages=16)
-    told.serve(tokens(1, 3))
-    told.cache.abort(told.admit(tokens(2, 7), reuse=False))
+
+
+def test_a_load_that_the_queue_refuses() -> None:
+    """One load runs, one waits, and for a third there is no place in the queue: too little room."""
+    told = Told(pages=12, host_pages=32)
+    for kind in (1, 2, 3):
+        told.serve(tokens(kind, 3))
+    told.cache.abort(told.admit(tokens(9, 11), reuse=False))
     assert told.cache.transfers is not None
-    told.cache.transfers._queue_pages_max = 2
-    assert (Cause.NO_ROOM, {Cause.NO_ROOM: 3}) == told.serve(tokens(1, 3))
+    told.cache.transfers._in_flight_nbytes_max, told.cache.transfers._queue_pages_max = 1, 2
+    leases = [told.cache.admit(tokens(kind, 3)) for kind in (1, 2, 3)]
+    assert [None, None, Cause.NO_ROOM] == [miss.cause for miss in list(told.ledger.recent)[-3:]]
+    for lease in leases:
+        told.cache.abort(lease)
 
 
 def test_a_load_that_failed() -> None:

@@ -305,8 +305,10 @@ def test_an_item_without_a_digest_ends_what_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MediaItem(-1, 2, None), "media item at -1 of length 2: offset must be 0 or more"),
-        (lambda: MediaItem(0, 0, None), "media item at 0 of length 0: .*length 1 or more"),
+        (lambda: MediaItem(-1, 2, None), "media item at -1 of length 2: offset must be an integer of 0 or more"),
+        (lambda: MediaItem(0, 1.5, None), "media item at 0 of length 1.5: .*length one of 1 or more"),  # type: ignore[arg-type]
+        (lambda: page_media(["x"], 4, 4), "media has str: it must be a sequence of `MediaItem`"),  # type: ignore[list-item]
+        (lambda: MediaItem(0, 0, None), "media item at 0 of length 0: .*length one of 1 or more"),
         (lambda: MediaItem(0, 1, b"a" * 15), "media digest of 15 bytes: it must be 16 bytes or more"),
         (lambda: MediaItem(0, 1, b""), "media digest of 0 bytes"),
         (lambda: MediaItem(0, 1, "0123456789abcdef"), "media digest is str: it must be bytes"),  # type: ignore[arg-type]

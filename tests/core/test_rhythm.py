@@ -14,6 +14,7 @@ from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput
 from kvkeep.index.forecast import BINS, GONE, LOW, PER_OCTAVE, Forecast, bin_of, cost_row
 from kvkeep.index.hints import Hint
+from kvkeep.index.names import make_identity
 from kvkeep.index.rhythm import ALL_MAX, RhythmOrder
 from kvkeep.index.uses import REMEMBERED_MIN, Uses
 from kvkeep.lease import Lease
@@ -44,7 +45,7 @@ class Clocked:
     def cached(self, chain: list[int]) -> int:
         """How many leading pages of `chain` are cached."""
         raw = np.array(chain, dtype=np.int32).data.cast("B")
-        return len(self.cache._tree.match(self.cache._identity(b"", b"", b""), raw, len(chain) // PAGE).pages)
+        return len(self.cache._tree.match(make_identity(b"fp"), raw, len(chain) // PAGE).pages)
 
 
 def chain(number: int, pages: int) -> list[int]:

@@ -14,6 +14,7 @@ CACHE = "kvkeep/cache.py"
 
 MISSES = "kvkeep/misses.py"
 MISS_TESTS = "tests/core/test_misses.py::"
+ELSEWHERE = "tests/core/test_revoked_elsewhere.py::"
 CASES = "tests/core/test_cache_cases.py::"
 ROWS = "tests/core/test_invariants_rows.py::"
 NAIVE_CACHE = "tests/core/test_cache.py::test_a_cache_equals_the_naive_one[CacheMachine]"
@@ -33,6 +34,25 @@ BUGS: tuple[Bug, ...] = (
         "limit = min(limit, storable)",
         "limit = max(limit, storable)",
         (ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",),
+    ),
+    Bug(
+        "cache-abort-does-not-see-that-a-lease-was-revoked-meanwhile",
+        CACHE,
+        """            if not lease.revoked:
+""",
+        """            if True:
+""",
+        (ELSEWHERE + "test_a_lease_that_is_revoked_meanwhile_can_be_aborted",),
+    ),
+    Bug(
+        "cache-extends-a-lease-that-was-revoked-meanwhile",
+        CACHE,
+        """                self._check_live(lease)
+                try:
+""",
+        """                try:
+""",
+        (ELSEWHERE + "test_a_call_on_a_lease_that_is_revoked_meanwhile_says_so",),
     ),
     Bug(
         "cache-match-is-not-pinned",
@@ -177,8 +197,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "truncate-changes-before-it-refuses",
         CACHE,
-        "if replace and not self._could_free(gone):",
-        "if replace and not self._could_free(lease.pages):",
+        "if replace and not self._room.could_be_had(gone):",
+        "if replace and not self._room.could_be_had(lease.pages):",
         (CASES + "test_truncate_without_a_page_for_the_copy_changes_nothing",),
     ),
     Bug(
@@ -271,9 +291,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "misses-other-listeners-hear-nothing",
-        CACHE,
-        "Both(self._misses, listener) if listener is not None else self._misses",
-        "self._misses",
+        "kvkeep/index/watch.py",
+        "told = Both(listener, always) if listener is not None and always is not None else listener or always",
+        "told = always or listener",
         (MISS_TESTS + "test_every_token_has_its_place_and_listeners_hear_the_same",),
     ),
     Bug(

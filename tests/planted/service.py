@@ -5,6 +5,7 @@ Must not hold anything but data: see `bugs` for what an entry is.
 
 from tests.planted.bug import Bug
 
+NAMES = "kvkeep/index/names.py"
 WATCH = "kvkeep/index/watch.py"
 TIERMAP = "kvkeep/index/tiermap.py"
 RUNS = "kvkeep/index/runs.py"
@@ -25,6 +26,27 @@ FOLLOWER = EVENT_TESTS + "test_a_follower_knows_the_index"
 CUT = COPY_TESTS + "test_cancellation_at_every_await"
 
 BUGS: tuple[Bug, ...] = (
+    Bug(
+        "service-keeps-the-buffer-of-its-caller",
+        SERVICE,
+        "desk.cache.admit, as_int32(tokens).copy(), salt=salt",
+        "desk.cache.admit, as_int32(tokens), salt=salt",
+        (SERVICE_TESTS + "test_what_waits_does_not_change_with_what_was_handed_in",),
+    ),
+    Bug(
+        "service-reads-media-again-at-every-try",
+        SERVICE,
+        "media=tuple(media),",
+        "media=media,",
+        (SERVICE_TESTS + "test_what_waits_does_not_change_with_what_was_handed_in",),
+    ),
+    Bug(
+        "names-bad-media-is-not-bad-input",
+        NAMES,
+        "if not isinstance(item, MediaItem):",
+        "if False:",
+        (SERVICE_TESTS + "test_bad_input_of_one_who_waits_is_nobody_elses",),
+    ),
     # ------------------------------------------------------------------ what the tree tells
     Bug(
         "watch-takes-the-first-page-of-a-run-for-its-last",
@@ -32,6 +54,13 @@ BUGS: tuple[Bug, ...] = (
         "return run.parent.names[-1] if run.parent.names else run.parent.key",
         "return run.parent.key",
         (EVENT_TESTS + "test_every_chain_has_its_own_event",),
+    ),
+    Bug(
+        "watch-takes-first-and-last-of-one-run-for-all-of-one-run",
+        WATCH,
+        "ends = [*(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist(), len(runs)]",
+        "ends = [*(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist() * (runs[0] is not runs[-1]), len(runs)]",
+        (EVENT_TESTS + "test_copies_of_several_chains_leave_in_any_order",),
     ),
     Bug(
         "watch-calls-a-failed-copy-demoted",

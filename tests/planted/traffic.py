@@ -13,6 +13,7 @@ RUNS = "kvkeep/index/runs.py"
 ALL_COPIES = "kvkeep/copies.py"
 PARKING = "kvkeep/parking.py"
 
+LARGE = "tests/core/test_large_copies.py::"
 COPIES = "tests/sim/test_stepped_copies.py::"
 BOTH_WAYS = "tests/sim/test_stepped_both_ways.py::"
 LIFE = "tests/sim/test_stepped_life.py::"
@@ -22,6 +23,35 @@ TIERS = "tests/sim/test_tier_accounting.py::"
 SEEDS = "tests/sim/test_simulator.py::test_every_seed_holds"
 
 BUGS: tuple[Bug, ...] = (
+    # Copies of more pages than the link or its queue takes at once.
+    Bug(
+        "traffic-demotes-all-or-nothing",
+        TRAFFIC,
+        "count = self._room(min(count, self._manager.store_pages), stamp)",
+        "count = self._room(count, stamp)",
+        (LARGE + "test_of_more_pages_than_fit_on_the_link_those_that_do_are_demoted",),
+    ),
+    Bug(
+        "traffic-cleans-all-or-nothing",
+        TRAFFIC,
+        "count = min(dirty, self._manager.store_pages)",
+        "count = dirty if dirty <= self._manager.store_pages else 0",
+        (LARGE + "test_more_cold_pages_than_fit_on_the_link_are_copied_down_part_by_part",),
+    ),
+    Bug(
+        "room-looks-through-the-window-for-each-page",
+        ROOM,
+        "look_at = count - self.window // LOOKS_A_WINDOW",
+        "look_at = count",
+        (LARGE + "test_room_behind_many_short_chains_is_found_by_looking_at_each_a_few_times",),
+    ),
+    Bug(
+        "traffic-takes-the-ticket-of-another-cache",
+        PARKING,
+        "if ticket.live and ticket.slots and ticket not in self.suspended:",
+        "if False:",
+        (LARGE + "test_a_ticket_is_good_in_its_own_cache_only",),
+    ),
     # What a copy owns, and until when.
     Bug(
         "traffic-load-does-not-pin-its-sources",
@@ -78,8 +108,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cleaning-stops-for-a-copy-that-never-ends",
         "kvkeep/transfer/manager.py",
-        "all(job.overdue for job in self._in_flight)",
-        "not self._in_flight",
+        "return not self._loads and not self._stores and self._all_overdue()",
+        "return not self._loads and not self._stores and not self._in_flight",
         (FAULTS + "test_cleaning_goes_on_beside_a_copy_that_never_ends",),
     ),
     Bug(
@@ -284,8 +314,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-clean-first-without-a-window",
         ROOM,
-        "left, seen, found = self.window, [], None",
-        "left, seen, found = self._ledger.total, [], None",
+        "left, seen, found = self.window, [], list[tuple[Run, int]]()",
+        "left, seen, found = self._ledger.total, [], list[tuple[Run, int]]()",
         (TIERS + "test_a_hot_chain_is_never_promoted_again",),
     ),
     Bug(
@@ -333,7 +363,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-copies-of-other-requests-make-a-page-shared",
         ALL_COPIES,
-        "return holders if holders < 2 else holders - sum(page in copy.gpu for copy in self)",
+        "return [count - copying[page] for page, count in zip(pages, holders, strict=True)]",
         "return holders",
         (LIFE + "test_a_page_being_cleaned_is_suspended_with_its_request",),
     ),

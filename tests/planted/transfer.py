@@ -199,8 +199,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "manager-lets-a-small-store-overtake-a-load",
         MANAGER,
-        "            return job\n        return None\n\n    def _has_room",
-        "            return job\n        return next(iter(self._stores), None)\n\n    def _has_room",
+        "            return job\n        return None\n\n    def _alone",
+        "            return job\n        return next(iter(self._stores), None)\n\n    def _alone",
         (MANAGER_TESTS + "test_no_store_starts_while_a_load_waits", NAIVE),
     ),
     Bug(
@@ -213,15 +213,36 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "manager-stores-beyond-the-bound",
         MANAGER,
-        "return self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max",
-        "return self._in_flight_nbytes + nbytes <= self._in_flight_nbytes_max",
+        "self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max",
+        "self._in_flight_nbytes + nbytes <= self._in_flight_nbytes_max",
         (MANAGER_TESTS + "test_store_beyond_the_bound_is_not_made", NAIVE),
+    ),
+    Bug(
+        "manager-never-takes-a-load-larger-than-its-queue",
+        MANAGER,
+        "return not self._loads or self._queued_load_pages",
+        "return self._queued_load_pages",
+        (MANAGER_TESTS + "test_load_larger_than_the_queue_waits_alone", NAIVE),
+    ),
+    Bug(
+        "manager-never-takes-a-store-larger-than-the-bound",
+        MANAGER,
+        "if not self._loads and not self._stores and self._alone():",
+        "if self._loads and not self._loads:",
+        (MANAGER_TESTS + "test_store_larger_than_the_bound_runs_alone", NAIVE),
+    ),
+    Bug(
+        "manager-waits-for-copies-that-hang",
+        MANAGER,
+        "return self._in_flight_nbytes < self._in_flight_nbytes_max and self._all_overdue()",
+        "return not self._in_flight",
+        (MANAGER_TESTS + "test_a_copy_that_hangs_does_not_hold_up_larger_ones_for_ever", NAIVE),
     ),
     Bug(
         "manager-queues-loads-without-bound",
         MANAGER,
-        "return self._queued_load_pages + len(plan) <= self._queue_pages_max",
-        "return len(plan) <= self._queue_pages_max",
+        "self._queued_load_pages + len(plan) <= self._queue_pages_max",
+        "len(plan) <= self._queue_pages_max",
         (MANAGER_TESTS + "test_queue_of_loads_is_bounded_in_pages", NAIVE),
     ),
     Bug(

@@ -5,10 +5,13 @@ Must not step copies: they run in threads.
 
 import asyncio
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvkeep.errors import BadInput, InvariantViolation, LeaseEnded, NoRoomInTime, NotReady, OutOfPages
+from kvkeep.index.names import MediaItem
 from kvkeep.service import KVCacheService
 from kvkeep.telemetry.snapshot import CacheKey
 from tests.service.rigs import KEY, PAGE_SIZE, PATIENCE_S, Client, Node, assert_clean, prompt, the, until_waiting
@@ -231,3 +234,37 @@ async def test_an_idle_service_sleeps(service: KVCacheService, node: Node, monke
     assert before == polls
     holder.abort()
     (await waiting).abort()
+
+
+@pytest.mark.parametrize("bad", [{"media": ["x"]}, {"media": [None]}, {"salt": "x"}])
+async def test_bad_input_of_one_who_waits_is_nobody_elses(service: KVCacheService, bad: dict[str, Any]) -> None:
+    """It is found when its turn comes, and told to its caller; who waits behind it is served."""
+    holder = await service.admit(KEY, prompt(1, 22))
+    waiting = [asyncio.create_task(service.admit(KEY, prompt(i, 3), **more)) for i, more in enumerate(({}, bad, {}), 2)]
+    await until_waiting(service, 3)
+    holder.abort()
+    async with asyncio.timeout(PATIENCE_S):
+        first, wrong, last = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(wrong, BadInput)
+    for handle in (first, last):
+        assert not isinstance(handle, BaseException)
+        handle.abort()
+
+
+async def test_what_waits_does_not_change_with_what_was_handed_in(service: KVCacheService, node: Node) -> None:
+    """Token ids and media are kept as they were: a buffer may be used again, an iterator is read once."""
+    kept = await service.admit(KEY, prompt(2, 3))
+    kept.finish(13)
+    holder = await service.admit(KEY, prompt(1, 22))
+    ids = np.array(prompt(2, 3), dtype=np.int32)
+    items: Any = iter([MediaItem(0, 2, b"b" * 16)])
+    waiting = [asyncio.create_task(service.admit(KEY, ids, media=more)) for more in (items, ())]
+    await until_waiting(service, 2)
+    ids[:] = 7
+    holder.abort()
+    other, same = await asyncio.gather(*waiting)
+    for handle in (other, same):
+        await handle.ready()
+    assert (0, 12) == (other.matched_len, same.matched_len)
+    for handle in (other, same):
+        handle.abort()

@@ -235,17 +235,22 @@ def test_row_34_a_hundred_aborts_leak_nothing() -> None:
 
 def test_row_35_a_hit_below_that_is_dropped_leaves_no_pin() -> None:
     """Admitted and aborted, or refused by a bound, a thousand times: every host page can leave."""
-    rig = Rig(pages=6, tier_pages=3, queue_pages=2)
-    rig.serve([*A, 9])
-    rig.push_out()
+    rig = Rig(pages=12, tier_pages=6, queue_pages=2, in_flight_pages=2)
+    others = ([8] * 4 + [9], [9] * 5)
+    for tokens in (*others, [*A, 9]):
+        rig.serve(tokens)
+        rig.push_out()
+    waiting = [rig.admitted(tokens) for tokens in others]
+    assert (1, 1) == (len(rig.jobs("promote")), rig.transfers.stats().queues.loads)
     for _ in range(100):
         request = rig.admitted([*A, 9])
-        assert 0 == rig.lease(request).matched_len, "three pages do not fit into a queue of two"
+        assert 0 == rig.lease(request).matched_len, "two pages do not fit into a queue of two beside others"
         rig.do("abort", request)
-    assert (3, 6) == (rig.host_cached, rig.free)
-    rig.serve([*B, 9])
-    rig.push_out()
-    assert 0 == rig.matched([*A, 9])
+    for request in waiting:
+        rig.do("abort", request)
+    rig.settle()
+    rig.cache.reset()
+    assert (6, 12) == (rig.cache.stats().host_pages_free, rig.free)
 
 
 def test_row_38_two_requests_that_do_not_fit_together_do_not_wait_for_each_other() -> None:

@@ -35,13 +35,15 @@ class TwoTiers:
         stuck_rate: float = 0.0,
         suspend_pages: int = 0,
         deadline_s: float = 1e9,
+        in_flight_pages: int = 64,
+        queue_pages: int = 256,
     ) -> None:
         self.random = random.Random(seed)
         self.backend = SimulatedBackend(page_nbytes=PAGE_NBYTES, seed=seed, fail_rate=fail_rate, stuck_rate=stuck_rate)
         self.manager = TransferManager(
             self.backend,
-            bytes_in_flight_max=PAGE_NBYTES * 64,
-            queue_pages_max=256,
+            bytes_in_flight_max=PAGE_NBYTES * in_flight_pages,
+            queue_pages_max=queue_pages,
             deadline_s=deadline_s,
             clock=self.backend.clock,
         )

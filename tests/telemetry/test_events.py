@@ -381,3 +381,23 @@ def test_reading_beside_a_busy_cache() -> None:
     assert [] == failures
     follower.catch_up()
     assert set(names_in(tiers.cache._tree)[Tier.GPU].tolist()) == follower.names[Tier.GPU]
+
+
+def test_copies_of_several_chains_leave_in_any_order() -> None:
+    """Host copies that are given up one by one, of A, of B and of A again, are told by their own names."""
+    tiers = TwoTiers(8, 16)
+    follower = Follower(EventLog(tiers.cache))
+    a, b = prompt(1, 2), prompt(2, 1)
+    tiers.cache.admit(prompt(9, 3))  # few pages are free: all are copied down
+    for tokens in (a[: PAGE_SIZE + 1], b, a):
+        tiers.store(tokens)
+        tiers.settle()
+    tree = tiers.cache._tree
+    assert tree.host is not None
+    runs = [tree.host.run_of[page] for page in list(tree.doubles._others)[:3]]
+    assert runs[0] is runs[2] is not runs[1]
+    follower.catch_up()
+    assert 3 == tree.doubles.evict(tree, 3, colder_than=0)
+    follower.catch_up()
+    held = names_in(tree)
+    assert {tier: set(held[tier].tolist()) for tier in held} == follower.names

@@ -179,14 +179,62 @@ def test_load_larger_than_the_bound_runs_alone(manager: TransferManager, backend
 
 def test_store_beyond_the_bound_is_not_made(manager: TransferManager, backend: Recording):
     """Stores count what runs and what waits, loads too; a refused one is counted and leaves nothing."""
-    assert None is manager.submit(plan("demote", range(5), range(5)), after=NO_WAIT)
     submit(manager, "promote", 0, 1)
+    assert None is manager.submit(plan("demote", range(5), range(5)), after=NO_WAIT)
     manager.poll()
     submit(manager, "promote", 2)
     submit(manager, "demote", 4)
+    assert 0 == manager.store_pages
     assert None is manager.submit(plan("clean", [6], [6]), after=NO_WAIT)
     stats = manager.stats()
     assert (2, 1, 1) == (stats.refused_stores, stats.queues.loads, stats.queues.stores)
+
+
+def test_store_larger_than_the_bound_runs_alone(manager: TransferManager, backend: Recording):
+    """It is made when nothing runs or waits: a request of many pages can be suspended."""
+    assert 4 == manager.store_pages
+    large = submit(manager, "suspend", *range(5))
+    assert 0 == manager.store_pages
+    assert None is manager.submit(plan("suspend", range(5, 11), range(5, 11)), after=NO_WAIT)
+    submit(manager, "promote", 11)
+    manager.poll()
+    assert large not in backend.launched
+    backend.run()
+    manager.poll()
+    assert large is backend.launched[-1]
+
+
+def test_a_copy_that_hangs_does_not_hold_up_larger_ones_for_ever(
+    manager: TransferManager, backend: Recording, clock: Clock
+):
+    """Once it is overdue a load larger than what is left of the bound runs beside it; none when it fills the bound."""
+    hung = submit(manager, "promote", 0)
+    manager.poll()
+    backend.stick(hung)
+    large = submit(manager, "promote", 1, 2, 3, 4)
+    clock.now = DEADLINE_S - 0.1
+    manager.poll()
+    assert manager.revoke(large)
+    clock.now = DEADLINE_S
+    manager.poll()
+    large = submit(manager, "promote", 1, 2, 3, 4)
+    manager.poll()
+    assert [hung, large] == backend.launched
+    backend.stick(large)
+    clock.now = 2 * DEADLINE_S
+    manager.poll()
+    submit(manager, "promote", 5)
+    manager.poll()
+    assert [hung, large] == backend.launched
+
+
+def test_load_larger_than_the_queue_waits_alone(manager: TransferManager):
+    """It is refused while another waits, and taken when none does: a request of many pages can be resumed."""
+    submit(manager, "promote", 0)
+    assert None is manager.submit(plan("resume", range(1, 10), range(1, 10)), after=NO_WAIT)
+    manager.poll()
+    submit(manager, "resume", *range(1, 10))
+    assert 9 == manager.stats().queues.load_pages
 
 
 def test_queue_of_loads_is_bounded_in_pages(manager: TransferManager):
