@@ -286,10 +286,9 @@ class TransferManager:
     def _has_room(self, plan: Plan, nbytes: int) -> bool:
         if plan.direction == "h2d":
             return not self._loads or self._queued_load_pages + len(plan) <= self._queue_pages_max
-        waiting = self._loads or self._stores
-        return (
-            not waiting and self._alone()
-        ) or self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max
+        if not self._loads and not self._stores and self._alone():
+            return True
+        return self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max
 
     def _unqueue(self, job: Job) -> bool:
         queue = self._loads if job.plan.direction == "h2d" else self._stores
