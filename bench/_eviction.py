@@ -3,6 +3,7 @@
 Must not know a trace: chains come back at random, some sooner than others, and a few never do.
 """
 
+import gc
 from time import perf_counter_ns as now_ns
 
 import numpy as np
@@ -89,8 +90,10 @@ class ManyRuns:
         def sample() -> list[float]:
             self.learn_ns.clear()
             self.evict_ns.clear()
+            gc.disable()  # a full collection, ten milliseconds for all that the other cases left, would fall to one use
             for _ in range(times):
                 self.step()
+            gc.enable()
             if what == "learn":
                 blocks = range(0, len(self.learn_ns) - BLOCK + 1, BLOCK)
                 return [sum(self.learn_ns[at : at + BLOCK]) / BLOCK / 1e3 for at in blocks]

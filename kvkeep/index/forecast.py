@@ -128,13 +128,14 @@ class Forecast:
         y = seen[:, 3].copy()
         seen[:, 1:] = seen[:, :3]
         seen[:, 0] = 1.0
-        expected = seen @ np.array(self._weights)
+        expected = (seen * self._weights).sum(axis=1)
         y = expected + np.clip(y - expected, -SURPRISE_MAX, SURPRISE_MAX)
-        weighted = seen.T * KEEP_GAPS ** np.arange(count - 1, -1, -1.0)
+        weighted = seen * (KEEP_GAPS ** np.arange(count - 1, -1, -1.0))[:, None]
         keep = KEEP_GAPS**count
-        self._xx = keep * self._xx + weighted @ seen
-        self._xy = keep * self._xy + weighted @ y
-        self._weights = np.linalg.solve(self._xx + np.eye(4) / RIDGE, self._xy + self._lean).tolist()
+        # Without BLAS: its threads may wait for milliseconds for a processor, and we hold the cache's lock.
+        self._xx = keep * self._xx + (weighted[:, :, None] * seen[:, None, :]).sum(axis=0)
+        self._xy = keep * self._xy + (weighted * y[:, None]).sum(axis=0)
+        self._weights = solve((self._xx + np.eye(4) / RIDGE).tolist(), (self._xy + self._lean).tolist())
 
     def _cost_table(self) -> list[list[float]]:
         waits = self._waits.cumsum(axis=1)[:, :BINS]
@@ -142,6 +143,21 @@ class Forecast:
         hazard = (self._uses + LEAN * pooled) / (waits + LEAN)
         common = cost_row(pooled.tolist())
         return [cost_row(row) if any_ else common for row, any_ in zip(hazard.tolist(), waits[:, 0] > 0.0, strict=True)]
+
+
+def solve(rows: list[list[float]], values: list[float]) -> list[float]:
+    """x of `rows` x = `values`, where `rows` are symmetric and positive definite: elimination without pivots."""
+    count = len(values)
+    for i in range(count):
+        for k in range(i + 1, count):
+            part = rows[k][i] / rows[i][i]
+            rows[k] = [a - part * b for a, b in zip(rows[k], rows[i], strict=True)]
+            values[k] -= part * values[i]
+    out = [0.0] * count
+    for i in range(count - 1, -1, -1):
+        known = sum(rows[i][k] * out[k] for k in range(i + 1, count))
+        out[i] = (values[i] - known) / rows[i][i]
+    return out
 
 
 def cost_row(hazard: list[float]) -> list[float]:

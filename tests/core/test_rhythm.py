@@ -256,7 +256,7 @@ def test_what_a_discarded_chain_shares_does_not_leave_with_it() -> None:
 def test_a_choice_ends_where_another_use_begins() -> None:
     """Of one run, the pages that a later request did not use leave; then all is compared again."""
     world = Clocked(12)
-    world.serve(chain(1, 8), 0.0)
+    world.serve(chain(1, 8), 0.0, kvkeep.Discard())
     world.serve(chain(1, 4), 1.0, kvkeep.Pin(100.0))
     world.serve(chain(2, 4), 2.0)
     world.serve(chain(3, 8), 3.0)
