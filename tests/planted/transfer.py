@@ -239,6 +239,13 @@ BUGS: tuple[Bug, ...] = (
         (MANAGER_TESTS + "test_a_copy_that_hangs_does_not_hold_up_larger_ones_for_ever", NAIVE),
     ),
     Bug(
+        "manager-ends-copies-that-nobody-could-stop",
+        MANAGER,
+        "return done + self._give_up(str(error))",
+        "return done + self._bury(BackendDied(str(error)))",
+        ("tests/core/test_closing.py::test_a_copy_that_outlives_the_end_keeps_its_pages_until_it_is_over",),
+    ),
+    Bug(
         "manager-queues-loads-without-bound",
         MANAGER,
         "self._queued_load_pages + len(plan) <= self._queue_pages_max",
