@@ -170,8 +170,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "deadline-is-said-at-every-poll",
         MANAGER,
-        "                job.overdue = True\n",
-        "                job.overdue = False\n",
+        "for job in self._overdue(now):\n                job.overdue = True\n",
+        "for job in self._overdue(now):\n                job.overdue = False\n",
         (MANAGER_TESTS + "test_overdue_copy_is_said_once_and_stays_owned",),
     ),
     Bug(
