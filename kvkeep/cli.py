@@ -59,6 +59,8 @@ def _run(argv: list[str]) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     command: Command | None = arguments.command
+    if command is None and rest:
+        parser.error(f"no command is named, and {' '.join(rest)} is not known")
     if command is None:
         parser.print_help()
         return EXIT_FINE

@@ -68,6 +68,10 @@ class BackendDied(KvkeepError):
     """The backend has stopped for good; none of its copies moves a byte any more."""
 
 
+class StillCopying(KvkeepError):
+    """The backend was to stop, and some of its copies still move bytes: their pages are not the caller's yet."""
+
+
 class Backend(Protocol):
     """Copies pages between a GPU pool and a CPU pool.  The manager calls it from one thread at a time.
 
@@ -97,5 +101,5 @@ class Backend(Protocol):
     def close(self, timeout_s: float) -> list[Outcome]:
         """Cuts copies short where it can and waits for the others; returns what `completions` has not said yet.
 
-        Afterwards nothing runs.  Raises `BackendDied` when copies did not end in time: their memory must not be reused.
+        Afterwards nothing runs.  Raises `StillCopying` when copies did not end in time: it may be called again then.
         """

@@ -17,7 +17,7 @@ from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.memory import PageMemory
 from kvkeep.transfer.addresses import addresses_of
-from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome
+from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome, StillCopying
 from kvkeep.transfer.cuda_api import Api, CudaApi, CudaFault, DeviceEvent, Kernel, Stream
 from kvkeep.transfer.cuda_ways import POLL_PERIOD_S, Copier, Way, calibrate, load_kernel
 from kvkeep.transfer.pieces import check_page_ids, pieces
@@ -61,6 +61,7 @@ class CudaBackend:
         self._by_job: dict[Job, _Running] = {}
         self._free_events: list[DeviceEvent] = []
         self._fault: str | None = None
+        self._ended: list[Outcome] = []  # what `close` has found, until it can say so
         with api.on_device():
             self._streams: dict[Direction, Stream] = {"h2d": api.new_stream(), "d2h": api.new_stream()}
             kernel: Kernel = None
@@ -147,12 +148,13 @@ class CudaBackend:
     def close(self, timeout_s: float) -> list[Outcome]:
         """Waits for what is queued: a device's copies cannot be called back."""
         until = time.monotonic() + timeout_s
-        out = self.completions()
+        self._ended += self.completions()
         while self._by_job or self._fault is not None:
             if time.monotonic() >= until:
-                raise BackendDied(f"{len(self._by_job)} copies were not over after {timeout_s:g} s")
+                raise StillCopying(f"{len(self._by_job)} copies were not over after {timeout_s:g} s")
             self.wait(until - time.monotonic())
-            out += self.completions()
+            self._ended += self.completions()
+        out, self._ended = self._ended, []
         streams, events = list(self._streams.values()), self._free_events
         self._streams, self._free_events = {}, []  # a handle is given back once
         with suppress(CudaFault), self._api.on_device():

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput
 from kvkeep.tiers.memory import PageMemory, Plane
-from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome
+from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome, StillCopying
 from kvkeep.transfer.pieces import check_page_ids, pieces
 from kvkeep.transfer.plan import Direction
 
@@ -129,7 +129,7 @@ class HostBackend:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            raise BackendDied(f"copies did not stop within {timeout_s:g} s: their pages must not be used again")
+            raise StillCopying(f"copies did not stop within {timeout_s:g} s")
         if self._fault:
             raise BackendDied(self._fault)
         out, self._outcomes = self._outcomes, []

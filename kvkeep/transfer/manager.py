@@ -19,7 +19,7 @@ from threading import Lock
 
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput, InvariantViolation
-from kvkeep.transfer.backend import After, Backend, BackendDied, Job, JobNumber, Outcome
+from kvkeep.transfer.backend import After, Backend, BackendDied, Job, JobNumber, Outcome, StillCopying
 from kvkeep.transfer.plan import Plan
 from kvkeep.transfer.tally import Queues, Tally, TransferStats
 
@@ -95,6 +95,7 @@ class TransferManager:
         self._next_due = float("inf")  # no job becomes overdue before
         self._submitted = 0
         self._closed = False
+        self._stopping = False  # closed, and the backend has not stopped yet
         self._dead: str | None = None
         self._tally = Tally()
 
@@ -221,6 +222,8 @@ class TransferManager:
     def close(self, *, drain: bool, timeout_s: float) -> list[Completion]:
         """Ends: nothing runs afterwards, and every job has had its one final completion, the rest of them here.
 
+        But for copies that cannot be stopped in time: they are overdue, keep their pages, and `poll` ends them later.
+
         drain: finish what is queued and in flight, for `timeout_s` seconds at most; otherwise cancel what has not
             started and cut the rest short.
         """
@@ -239,6 +242,9 @@ class TransferManager:
             try:
                 outcomes = self._backend.close(max(0.0, until - time.monotonic()))
                 done += [self._settle(outcome) for outcome in outcomes]
+            except StillCopying as error:
+                log.error("%s: the pages of %s stay theirs", error, list(self._in_flight))
+                return done + self._give_up(str(error))
             except BackendDied as death:
                 done += self._bury(death)
             if self._in_flight:
@@ -251,9 +257,13 @@ class TransferManager:
         """One round: what is over, what is overdue, what starts.  The caller holds `_driving`."""
         done: list[Completion] = []
         try:
+            if self._stopping:
+                return [self._settle(outcome) for outcome in self._backend.close(0.0)]
             done += [self._settle(outcome) for outcome in self._backend.completions()]
             done += self._expire()
             self._start_queued()
+        except StillCopying as error:
+            log.debug("poll: %s", error)
         except BackendDied as death:
             done += self._bury(death)
         return done
@@ -344,6 +354,16 @@ class TransferManager:
             waiting = [job.due for job in self._every_job() if not job.overdue]
             self._next_due = min(waiting, default=float("inf"))
         return done
+
+    def _give_up(self, error: str) -> list[Completion]:
+        """What still runs is overdue, all of it; it keeps its pages."""
+        self._stopping = True
+        with self._lock:
+            jobs = [job for job in self._in_flight if not job.overdue]
+            for job in jobs:
+                job.overdue = True
+                self._tally.overdue += 1
+        return [Completion(job, False, False, error, True, 0, 0) for job in jobs]
 
     def _overdue(self, now: float) -> list[Job]:
         return [job for job in self._every_job() if job.due <= now and not job.overdue]

@@ -119,3 +119,11 @@ def test_a_missing_package_names_the_extra(package: str, kvkeep: Run, tmp_path: 
     assert f"kvkeep: this command needs {package}" in done.stderr and "kvkeep[engine]" in done.stderr
     assert 1 == done.stderr.count("\n"), done.stderr
     assert [] == list(tmp_path.iterdir())
+
+
+def test_an_option_without_a_command_is_bad_input(capsys: pytest.CaptureFixture[str]):
+    """It is named, and the exit code is 2; nothing at all shows the help."""
+    assert 2 == cli.main(["--bad"])
+    shown = capsys.readouterr()
+    assert shown.err.startswith("kvkeep: ") and "--bad" in shown.err and 1 == shown.err.count("\n")
+    assert 0 == cli.main([])

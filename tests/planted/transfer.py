@@ -170,8 +170,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "deadline-is-said-at-every-poll",
         MANAGER,
-        "                job.overdue = True\n",
-        "                job.overdue = False\n",
+        "for job in self._overdue(now):\n                job.overdue = True\n",
+        "for job in self._overdue(now):\n                job.overdue = False\n",
         (MANAGER_TESTS + "test_overdue_copy_is_said_once_and_stays_owned",),
     ),
     Bug(
@@ -237,6 +237,13 @@ BUGS: tuple[Bug, ...] = (
         "return self._in_flight_nbytes < self._in_flight_nbytes_max and self._all_overdue()",
         "return not self._in_flight",
         (MANAGER_TESTS + "test_a_copy_that_hangs_does_not_hold_up_larger_ones_for_ever", NAIVE),
+    ),
+    Bug(
+        "manager-ends-copies-that-nobody-could-stop",
+        MANAGER,
+        "return done + self._give_up(str(error))",
+        "return done + self._bury(BackendDied(str(error)))",
+        ("tests/core/test_closing.py::test_a_copy_that_outlives_the_end_keeps_its_pages_until_it_is_over",),
     ),
     Bug(
         "manager-queues-loads-without-bound",

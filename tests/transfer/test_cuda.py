@@ -9,7 +9,7 @@ import pytest
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.memory import PageMemory
-from kvkeep.transfer.backend import NO_WAIT, After, BackendDied, Job, JobNumber
+from kvkeep.transfer.backend import NO_WAIT, After, BackendDied, Job, JobNumber, StillCopying
 from kvkeep.transfer.cuda import CudaBackend
 from kvkeep.transfer.cuda_api import CudaFault, Int64s
 from kvkeep.transfer.cuda_ways import CALIBRATION_ROUNDS, Descriptors, Way
@@ -272,7 +272,7 @@ def test_close_gives_up_on_a_copy_that_never_ends():
     bench = Bench()
     bench.api.moves_itself = True
     bench.launch(plan("promote", [1], [2]), after=ComputeEvent(bench.api))
-    with pytest.raises(BackendDied, match="not over"):
+    with pytest.raises(StillCopying, match="not over"):
         bench.backend.close(0.1)
 
 
