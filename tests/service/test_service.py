@@ -256,6 +256,7 @@ async def test_what_waits_does_not_change_with_what_was_handed_in(service: KVCac
     kept = await service.admit(KEY, prompt(2, 3))
     kept.finish(13)
     holder = await service.admit(KEY, prompt(1, 22))
+    await holder.ready()  # what had to leave for it is in host memory
     ids = np.array(prompt(2, 3), dtype=np.int32)
     items: Any = iter([MediaItem(0, 2, b"b" * 16)])
     waiting = [asyncio.create_task(service.admit(KEY, ids, media=more)) for more in (items, ())]
