@@ -306,7 +306,7 @@ class TieredCache:
         pages are still on their way down, and `OutOfPages`; the ticket stays good then.
         """
         if not ticket.live:
-            raise InvariantViolation(f"{ticket} was resumed or discarded before")
+            raise BadInput(f"{ticket} was resumed or discarded before: admit its request anew")
         if not ticket.ready:
             raise NotReady(f"{ticket}: its copy to host memory is still running")
         ids = as_token_ids(tokens)

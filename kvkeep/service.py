@@ -124,8 +124,8 @@ class KVCacheService:
         return await self._enter(desk, partial(desk.cache.resume, ticket, as_int32(tokens).copy()), timeout_s, again=0)
 
     def discard(self, key: CacheKey, ticket: Suspended) -> None:
-        """A suspended request will not be resumed."""
-        desk = self._desk(key)
+        """A suspended request will not be resumed.  May be said to the last, also while the service is closing."""
+        desk = self._known_desk(key)
         desk.cache.discard(ticket)
         desk.room_was_made()
 
@@ -152,6 +152,9 @@ class KVCacheService:
         self._check_open()
         if self._poller is None:
             raise InvariantViolation("the service is not running: use `async with`")
+        return self._known_desk(key)
+
+    def _known_desk(self, key: CacheKey) -> Desk:
         try:
             return self._desks[key]
         except KeyError:

@@ -161,6 +161,33 @@ async def test_a_suspended_request_goes_on(service: KVCacheService, node: Node) 
     service.discard(KEY, ticket)
 
 
+async def test_a_ticket_that_is_discarded_while_it_waits_ends_its_own_lease_only(service: KVCacheService) -> None:
+    """Whoever waits to resume it is told; the service goes on, and what was parked is free."""
+    lease = await service.admit(KEY, prompt(0, 3))
+    ticket = lease.suspend(3 * PAGE_SIZE - 1)
+    other = await service.admit(KEY, prompt(1, 22))
+    back = asyncio.create_task(service.resume(KEY, ticket, prompt(0, 3)))
+    await until_waiting(service, 1)
+    service.discard(KEY, ticket)
+    await other.ready()
+    other.abort()
+    with pytest.raises(BadInput, match="resumed or discarded"):
+        await back
+    async with asyncio.timeout(PATIENCE_S), await service.admit(KEY, prompt(2, 22)) as third:
+        await third.ready()
+
+
+async def test_tickets_may_be_discarded_when_the_service_has_closed(node: Node) -> None:
+    """The end of a client's task often comes after the end of the service: nothing stays parked for that."""
+    async with KVCacheService() as service:
+        service.add(KEY, node.cache)
+        lease = await service.admit(KEY, prompt(0, 3))
+        ticket = lease.suspend(3 * PAGE_SIZE - 1)
+    service.discard(KEY, ticket)
+    assert not ticket.live
+    assert_clean(node)
+
+
 @pytest.mark.parametrize("labels", [1, 3])
 async def test_a_hundred_clients(service: KVCacheService, node: Node, labels: int) -> None:
     """A hundred clients over a pool that holds four requests: all are answered, no page is wrong, nothing is left."""
