@@ -19,6 +19,7 @@ from kvkeep.cache import TieredCache
 from kvkeep.copies import Suspended
 from kvkeep.counting import Waits
 from kvkeep.errors import InvariantViolation, KvkeepError, LeaseEnded, LeaseRevoked, NotReady, OutOfPages, ServiceClosed
+from kvkeep.index.hints import Hint
 from kvkeep.index.names import TokenIds
 from kvkeep.lease import Lease
 from kvkeep.telemetry.snapshot import WaitingStats
@@ -121,9 +122,9 @@ class LeaseHandle:
         self._desk.cache.truncate(self.lease, length)
         self._desk.room_was_made()
 
-    def finish(self, kv_len: int) -> None:
-        """Ends the request and stores what it computed."""
-        self._desk.cache.finish(self.lease, kv_len)
+    def finish(self, kv_len: int, hint: Hint | None = None) -> None:
+        """Ends the request and stores what it computed.   hint: what is known of the chain's future."""
+        self._desk.cache.finish(self.lease, kv_len, hint)
         self.end(LeaseEnded(f"{self} was finished"))
 
     def suspend(self, kv_len: int, *, complete: bool = False) -> Suspended:

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, LeaseEnded, NoRoomInTime, NotReady, OutOfPages
-from kvkeep.index.names import MediaItem
+from kvkeep.index.hints import Discard, Hint
+from kvkeep.index.names import MediaItem, make_identity
 from kvkeep.service import KVCacheService
 from kvkeep.telemetry.snapshot import CacheKey
+from kvkeep.tiers.gpu_pool import GpuPool
 from tests.service.rigs import KEY, PAGE_SIZE, PATIENCE_S, Client, Node, assert_clean, prompt, the, until_waiting
 
 pytestmark = pytest.mark.asyncio
@@ -296,3 +300,22 @@ async def test_what_waits_does_not_change_with_what_was_handed_in(service: KVCac
     assert (0, 12) == (other.matched_len, same.matched_len)
     for handle in (other, same):
         handle.abort()
+
+
+async def test_hints_reach_the_order() -> None:
+    """A session that says that it has closed leaves first, whatever came after it."""
+    cache = TieredCache(CacheConfig(page_size=4, eviction="rhythm"), GpuPool.bookkeeping(12), b"f")
+    key = CacheKey("node")
+    async with KVCacheService() as service:
+        service.add(key, cache)
+        hints: dict[int, Hint | None] = {1: None, 2: Discard(), 3: None}
+        for kind, hint in hints.items():
+            lease = await service.admit(key, [kind] * 16)
+            lease.finish(16, hint)
+        async with await service.admit(key, [9] * 16):
+            left = [len(cache._tree.match(make_identity(b"f"), chain(kind), 4).pages) for kind in hints]
+        assert [4, 0, 4] == left
+
+
+def chain(kind: int) -> memoryview:
+    return np.full(16, kind, dtype=np.int32).data.cast("B")
