@@ -6,6 +6,8 @@ Must not know tokens or names.
 from array import array
 from typing import TYPE_CHECKING
 
+from kvkeep.index.run import NOWHERE
+
 if TYPE_CHECKING:
     from kvkeep.index.runs import RunTree
 
@@ -40,7 +42,7 @@ class Doubles:
         tier, gpu = tree.host, tree.gpu.ledger
         assert tier is not None
         rank = tier.order.rank
-        done, bound = 0, rank(colder_than)
+        bound, gone = rank(colder_than), array("i")
         for _ in range(min(len(self), count + LOOK_MAX)):
             if self._promoted:
                 page, _ = self._promoted.popitem()
@@ -48,14 +50,16 @@ class Doubles:
                 page = next(iter(self._others))
                 del self._others[page]
             run, depth = tier.run_of[page], tier.depth_of[page]
-            if run is None or depth >= run.gpu_end:
+            if run is None or depth >= run.gpu_end or run.host[depth - run.start] != page:  # gone, or in `gone` already
                 continue
             idle = gpu.is_idle(run.pages[depth - run.start])  # else it is in use: hot, whatever its stamp
             if not tier.ledger.is_idle(page) or (idle and rank(run.stretch(depth)[0]) >= bound):
                 self._others[page] = None
                 continue
-            tree.lose_host(page)
-            done += 1
-            if done == count:
+            run.host[depth - run.start] = NOWHERE
+            gone.append(page)
+            if len(gone) == count:
                 break
-        return done
+        tier.remove(gone)
+        tier.ledger.drop(gone)
+        return len(gone)

@@ -148,7 +148,7 @@ BUGS: tuple[Bug, ...] = (
         RUN,
         "self.media = {d: m for d, m in self.media.items() if d < end} or None",
         "self.media = {d: m for d, m in self.media.items() if d <= end} or None",
-        (NAIVE_TREE,),
+        ("tests/core/test_cache_cases.py::test_media_of_a_page_that_left_are_no_longer_the_chains",),
     ),
     Bug(
         "run-split-gives-the-tail-the-heads-recency",

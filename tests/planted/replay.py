@@ -102,14 +102,14 @@ BUGS: tuple[Bug, ...] = (
         BEST,
         "seen = min(end, max(prompt, first, top.get(use, 0)))",
         "seen = min(end, max(prompt, first))",
-        (NAIVE,),
+        (REPLAYS + "test_the_bound_with_answers_that_repeat",),
     ),
     Bug(
         "replay-bound-counts-answers-as-uses",
         BEST,
         "following[pages[:prompt]] = number",
         "following[pages] = number",
-        (NAIVE,),
+        (REPLAYS + "test_the_bound_with_answers_that_repeat",),
     ),
     Bug(
         "replay-reference-tells-no-time",

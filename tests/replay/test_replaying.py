@@ -16,6 +16,7 @@ from kvkeep.errors import BadInput
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import LruOrder
 from kvkeep.index.run import Run
+from kvkeep.replay.best import best_matches, next_uses
 from kvkeep.replay.engine import Engine
 from kvkeep.replay.link import IDLE, Link
 from kvkeep.replay.orders import Order
@@ -87,6 +88,24 @@ def test_reference_accounting_is_a_page_lru(seed: int, capacity: int):
     found = best_possible(known_future(pages, arrivals, settings), PAGE, [capacity * PAGE, (capacity + 9) * PAGE])
     assert [best(uses, capacity), best(uses, capacity + 9)] == list(found.values())
     assert above <= best(uses, capacity)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4])
+def test_the_bound_with_answers_that_repeat(capacity: int):
+    """Pages that several requests generate take one place, and generating a page again is no use of it."""
+    requests = [
+        ([0, 1], 2),
+        ([0, 1], 1),
+        ([5], 1),
+        ([0, 1], 1),
+        ([5], 1),
+        ([0, 1], 2),
+        ([5], 1),
+        ([7, 8], 1),
+        ([7, 8], 2),
+    ]
+    future = next_uses([(np.array(pages, dtype=np.int32), prompt) for pages, prompt in requests], 9)
+    assert best([Use(pages, prompt) for pages, prompt in requests], capacity) == best_matches(future, capacity)
 
 
 @hypothesis.settings(max_examples=30)

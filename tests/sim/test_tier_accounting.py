@@ -100,3 +100,21 @@ def test_a_hotter_page_below_is_not_pushed_out_by_a_colder_one() -> None:
     rig.do("abort", rig.admitted([8] * 12, reuse=False))
     rig.settle()
     assert [4, 0] == [rig.matched([6, 6, 7, 7, 9]), rig.matched([5, 5, 9])]
+
+
+def test_a_hot_chain_stays_while_nothing_can_be_copied_ahead() -> None:
+    """One copy hangs, so cold pages are not clean: still they leave, and not a hot chain whose copies are below."""
+    rig = Rig(pages=48, tier_pages=400, deadline_steps=10**6)
+    hot = [1, 2] * 10
+    rig.serve([*hot, 9])
+    rig.push_out()
+    rig.serve([*hot, 9])
+    for kind in (17, 18, 19):
+        rig.serve_alone([kind, kind] * 10 + [9])
+    rig.poll()
+    rig.backend.stick(rig.jobs("clean")[0])
+    loaded = rig.cache.stats().matched_host_tokens
+    for kind in range(20, 40):
+        assert 20 == rig.serve([*hot, 9])
+        rig.serve([kind, kind] * 10 + [9])
+    assert (20, loaded) == (loaded, rig.cache.stats().matched_host_tokens)
