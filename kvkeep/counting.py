@@ -47,7 +47,7 @@ class _Gated:
     def __init__(self, lease: Lease, since: float) -> None:
         self.lease = lease
         self.length = lease.length
-        self.matched_len = lease.matched_len
+        self.matched_len = lease.taken_len
         self.since = since
         self.for_room = waits_for_room(lease)
 
@@ -67,7 +67,7 @@ class Counting:
         """A prompt was admitted."""
         self._admissions += 1
         self._prompt_tokens += lease.length
-        self._matched_tokens += lease.matched_len
+        self._matched_tokens += lease.taken_len
         self._matched_host_tokens += lease.loaded_len
         if lease.copies:
             self._gated.append(_Gated(lease, self._clock()))
@@ -92,7 +92,7 @@ class Counting:
             if lease.copies:
                 return False
             self._gate.add(wait_s)
-            self._lost_tokens += gated.matched_len - lease.matched_len
+            self._lost_tokens += gated.matched_len - lease.taken_len
         return True
 
     def stats(self, leases: int, ledger: Ledger, host: TierMap | None, room: Room, storing: Storing) -> CacheStats:

@@ -50,8 +50,8 @@ class Lease:
 
     pages: page ids; position p lies in `pages[p // page_size]`.  Treat it as read-only.
     length: token ids known (prompt and appended).   kv_len: positions known to hold committed KV.
-    matched_len: positions that admission took from the cache.   loaded_len: of those, the last ones, which a load of
-        this lease's own brings from the host tier.
+    loaded_len: of the positions that admission took from the cache (`matched_len`), the last ones, which a load of this
+        lease's own brings from the host tier.
     holes: after `TieredCache.resume`, ranges of positions below `kv_len` whose KV is gone, to be computed first
     revoked: a load that others waited for as well failed, or was overdue: the lease has ended, and is to be admitted
         again.
@@ -59,8 +59,8 @@ class Lease:
 
     __slots__ = (
         "base", "base_name", "began", "copies", "epoch", "hint", "holes", "identity", "kv_len", "length", "live",
-        "loaded_len", "matched_len", "media", "names", "number", "order", "pages", "path", "prompt_len", "revoked",
-        "storable", "store", "stored", "tokens", "twins", "use",
+        "loaded_len", "media", "names", "number", "order", "pages", "path", "prompt_len", "revoked",
+        "storable", "store", "stored", "taken_len", "tokens", "twins", "unread", "use",
     )  # fmt: skip
 
     def __init__(
@@ -79,7 +79,8 @@ class Lease:
         self.pages = pages
         self.length = length
         self.prompt_len = length
-        self.matched_len = matched_len
+        self.taken_len = matched_len  # see `matched_len`
+        self.unread = False  # it has become less, and nobody has looked since
         self.loaded_len = 0
         self.kv_len = matched_len
         self.live: Literal[True, False] = True
@@ -116,6 +117,16 @@ class Lease:
         return bool(self.copies)
 
     @property
+    def matched_len(self) -> int:
+        """Positions that admission took from the cache: the prefill begins there.
+
+        It becomes less when a load fails: read it again when `read_in_progress` has ended.  Until somebody has, no KV
+        behind it is believed to be there.
+        """
+        self.unread = False
+        return self.taken_len
+
+    @property
     def gate(self) -> Gate:
         """What `read_in_progress` tells, for engines that launch forwards on streams."""
         return Gate(self)
@@ -129,7 +140,8 @@ class Lease:
         self.base_name = base_name
         self.loaded_len = 0
         self.holes = []  # they are behind it
-        self.matched_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
+        self.taken_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
+        self.unread = True
 
     def check_kv_len(self, kv_len: int, page_size: int) -> None:
         """Raises `BadInput` or `NotReady` when `kv_len` positions cannot hold committed KV."""
@@ -138,6 +150,8 @@ class Lease:
             raise BadInput(f"kv_len {kv_len}: it must be {sealed_len} to {self.length}, sealed to known")
         if self.read_in_progress and kv_len // page_size > self.sealed:
             raise NotReady(f"{self} has no KV for {kv_len} positions yet: copies of its pages are running")
+        if self.unread and kv_len > self.taken_len:
+            raise NotReady(f"{self}: a load failed, its KV ends at {self.taken_len}: read matched_len again")
 
     @property
     def sealed(self) -> int:

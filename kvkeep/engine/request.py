@@ -147,8 +147,9 @@ class Request:
     def arrived(self) -> None:
         """What its admission promised is there, or, where a load failed, as much of it as there will be."""
         lease = self.held
+        matched_len = lease.matched_len
         if not self.preemptions:
-            self.matched_len, self.host_len = lease.matched_len, lease.loaded_len
+            self.matched_len, self.host_len = matched_len, lease.loaded_len
         else:
             holes = sum(end - start for start, end in lease.holes)
             self.hole_len += holes

@@ -120,6 +120,13 @@ BUGS: tuple[Bug, ...] = (
         (FOUND + "test_what_a_live_request_uses_needs_no_copy_below",),
     ),
     Bug(
+        "lease-believes-what-a-failed-load-was-to-bring",
+        "kvkeep/lease.py",
+        "if self.unread and kv_len > self.taken_len:",
+        "if self.unread and kv_len < 0:",
+        (FAULTS + "test_kv_that_a_failed_load_did_not_bring_is_not_taken_for_granted",),
+    ),
+    Bug(
         "gate-opens-without-an-order",
         ALL_COPIES,
         "if self.manager.order_after(copy.job, stream):",

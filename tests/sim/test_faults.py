@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from kvkeep.errors import NotReady
 from kvkeep.tiers.ledger import State
 from tests.sim.rig import Rig
 
@@ -61,6 +62,26 @@ def test_a_load_that_never_ends_releases_who_waits_and_keeps_its_pages() -> None
     rig.poll()
     rig.do("finish", again)
     assert (1, 6) == (rig.transfers.stats().late, rig.free + rig.cache.stats().pages_cached)
+
+
+def test_kv_that_a_failed_load_did_not_bring_is_not_taken_for_granted() -> None:
+    """Whoever goes by the length matched at admission is stopped; once it is read again, what it says holds."""
+    rig = Rig(pages=6)
+    rig.serve([*A, 9])
+    rig.push_out()
+    lease = rig.cache.admit([*A, 9])
+    assert 6 == lease.matched_len
+    (load,) = rig.jobs("promote")
+    rig.backend.fail(load)
+    rig.finish(load)
+    rig.cache.poll()
+    assert not lease.read_in_progress and not lease.revoked and 0 == lease.kv_len
+    for use in (rig.cache.seal, rig.cache.finish, rig.cache.suspend):
+        with pytest.raises(NotReady, match="matched_len"):
+            use(lease, 6)
+    assert 0 == lease.matched_len
+    rig.cache.seal(lease, 6)
+    rig.cache.abort(lease)
 
 
 def test_cleaning_goes_on_beside_a_copy_that_never_ends() -> None:

@@ -142,6 +142,7 @@ class World:
                 self.seen["revoked"] += 1
                 self._over(request)
             elif request.lease.kv_len < len(request.kvs):  # it inherited the targets of a load that failed
+                assert request.lease.matched_len == request.lease.kv_len
                 self.seen["shortened"] += 1
                 request.forget(request.lease.kv_len)
         if self.watch is not None:
