@@ -240,6 +240,7 @@ async def one_request(service: KVCacheService) -> None:
     """Waits for room, then for a load; computes, and ends."""
     async with await service.admit(KEY, A) as lease:
         await lease.ready()
+        assert lease.matched_len <= len(A)
         lease.seal(len(A) - 1)
         await asyncio.sleep(0)
         lease.extend([5])
@@ -253,10 +254,12 @@ async def suspended_request(service: KVCacheService) -> None:
     ticket = None
     try:
         await lease.ready()
+        assert lease.matched_len <= len(A)
         lease.seal(len(A) - 1)
         ticket = lease.suspend(len(A) - 1)
         lease = await service.resume(KEY, ticket, [*A, 5])
         await lease.ready()
+        assert lease.matched_len <= len(A)
         lease.finish(len(A))
     finally:
         lease.abort()
