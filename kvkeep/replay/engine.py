@@ -281,16 +281,31 @@ class Engine:
         return False
 
     def _preempt(self) -> None:
-        """The youngest request that decodes gives its pages back, and comes again before all who wait."""
-        busy = {*self._loading, *self._lane}
-        job = next(job for job in reversed(self._live) if job not in busy)
+        """The youngest request gives its pages back, and comes again before all who wait: the oldest always goes on."""
+        job = next(reversed(self._live))
         self.counts.preemptions += 1
         self._stall(job)
         assert job.lease is not None
         job.length = min(job.length, job.request.known_len)
-        kv_len = min(max(job.length - 1, job.request.prompt_len), job.request.known_len)
-        self._leave(job, max(self._pages.length(kv_len), job.lease.kv_len))
+        if self._stop_prefill(job):
+            self._leave(job, job.lease.kv_len)
+        else:
+            kv_len = min(max(job.length - 1, job.request.prompt_len), job.request.known_len)
+            self._leave(job, max(self._pages.length(kv_len), job.lease.kv_len))
         self._waiting.appendleft(job)
+
+    def _stop_prefill(self, job: Job) -> bool:
+        """Takes a request that has not been prefilled out of its queue; False when it has been."""
+        if job in self._loading:
+            self._loading.remove(job)
+            return True
+        if job not in self._lane:
+            return False
+        first = self._lane[0] is job
+        self._lane.remove(job)
+        if first and self._lane:
+            self._after(self._prefill_s(self._lane[0]), self._lane[0], self._leave_lane)
+        return True
 
     def _finish(self, job: Job) -> None:
         request = job.request
@@ -300,7 +315,10 @@ class Engine:
 
     def _leave(self, job: Job, kv_len: int) -> None:
         assert job.lease is not None
-        self.cache.finish(job.lease, kv_len)
+        if job.lease.read_in_progress:
+            self.cache.abort(job.lease)
+        else:
+            self.cache.finish(job.lease, kv_len)
         self._refused = False
         job.lease = None
         del self._live[job]

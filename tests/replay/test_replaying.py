@@ -159,6 +159,7 @@ def test_an_engine_with_one_live_request_is_the_reference_with_three_rules(seed:
     timed=st.booleans(),
     index_at=st.sampled_from(["seal", "finish"]),
 )
+@hypothesis.example(seed=228847, capacity=8, cpu=21, link=None, timed=True, index_at="seal")  # two that preempt in turn
 def test_whatever_comes_every_request_ends(
     seed: int, capacity: int, cpu: int, link: float | None, timed: bool, index_at: IndexAt
 ):
