@@ -1,6 +1,7 @@
 """The classic orders that docs/eviction.md compares with.
 
-Must not judge them: only that the pool they share is a prefix pool, and that each does what its paper says of it.
+Must not judge them: only that the pool they share is a prefix pool, and that each does what its paper says of it; and
+the arithmetic of the tool that changes the pattern.
 """
 
 import numpy as np
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from kvkeep.replay.pages import Pages
 from kvkeep.replay.replaying import best_possible, known_future
 from kvkeep.replay.result import Settings
-from kvkeep.replay.trace import Arrivals
+from kvkeep.replay.trace import Arrivals, Request
 from tests.replay.test_replaying import PAGE, counted, made
 from tools.classic_orders import ORDERS, LeCaR
+from tools.pattern_change import caught_up, one_after_the_other
 from tools.prefix_pool import Ids, Related, Tree, replay
 from tools.related_orders import related_matches
 
@@ -96,3 +98,21 @@ def test_lecar_turns_to_the_expert_that_would_have_kept():
     for number in range(100):
         replay(flat(*range(8)) * 2 + flat(*range(100 + 24 * number, 124 + 24 * number)), tree, order)
     assert order.lru_weight < 0.2
+
+
+def test_a_part_begins_when_the_one_before_it_has_ended():
+    """Times go on from part to part, and stand as they were apart within one."""
+    parts = [[Request(0, 0, 1, 1, 1, time_s) for time_s in times] for times in ((5.0, 7.0), (100.0, 100.5))]
+    assert [0.0, 2.0, 3.0, 3.5] == [request.time_s for request in one_after_the_other(parts)]
+
+
+def test_caught_up_is_when_the_next_thousand_hit_as_much():
+    """The first request from which on a thousand together hit as much as fresh."""
+    fresh = np.full(3000, 10)
+    kept = fresh.copy()
+    assert 0 == caught_up(kept, fresh)
+    kept[:500] = 0
+    assert 500 == caught_up(kept, fresh)
+    kept[500:1500] = 15
+    assert 200 == caught_up(kept, fresh)
+    assert caught_up(fresh - 1, fresh) is None
