@@ -39,11 +39,17 @@ def one_after_the_other(parts: Iterable[Sequence[Request]]) -> list[Request]:
     return out
 
 
-def changes(trace: Trace) -> dict[str, tuple[list[Request], list[Request]]]:
+def while_seats_are_taken(rotation: Sequence[Request]) -> Sequence[Request]:
+    """A rotation up to its last newcomer: from there on fewer and fewer sessions are in it."""
+    begins = {request.session: number for number, request in reversed(list(enumerate(rotation)))}
+    return rotation[: max(begins.values())]
+
+
+def changes(trace: Trace) -> dict[str, tuple[Sequence[Request], Sequence[Request]]]:
     """By name, the requests before and after the change."""
     sessions = [session for session in trace.sessions if session]
     half = len(sessions) // 2
-    before = Order("rotate", 16).arrivals(trace, half).requests
+    before = while_seats_are_taken(Order("rotate", 16).arrivals(trace, half).requests)
     second = Trace(trace.name, trace.digest, trace.block, trace.chains, sessions[half:], trace.clock)
     middle = len(before) // 2
     once = [session[-1]._replace(time_s=float(number)) for number, session in enumerate(second.sessions)]
