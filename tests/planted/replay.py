@@ -22,6 +22,7 @@ IN_ORDER = "tests/replay/test_orders.py::"
 REPLAYS = "tests/replay/test_replaying.py::"
 NAIVE = REPLAYS + "test_reference_accounting_is_a_page_lru"
 BLOCKS = REPLAYS + "test_blocks_count_as_their_tokens_do"
+RELATED = "tests/replay/test_related_orders.py::"
 
 BUGS: tuple[Bug, ...] = (
     # What is read.
@@ -166,5 +167,26 @@ BUGS: tuple[Bug, ...] = (
         "both = settings.gpu_tokens // options.page_size + settings.cpu_tokens // options.page_size",
         "both = settings.gpu_tokens // options.page_size",
         ("tests/cli/test_replay.py::test_the_best_possible_has_both_tiers",),
+    ),
+    Bug(
+        "related-pages-leave-from-the-middle",
+        "tools/prefix_pool.py",
+        "        while path[-1] in tree.children:",
+        "        while False:",
+        (RELATED + "test_the_end_of_a_chain_leaves_for_a_page_before_it",),
+    ),
+    Bug(
+        "related-lhd-lets-go-of-what-is-worth-most",
+        "tools/classic_orders.py",
+        "        at = int(worths.argmin())",
+        "        at = int(worths.argmax())",
+        (RELATED + "test_lhd_keeps_a_part_of_a_loop",),
+    ),
+    Bug(
+        "related-lecar-rewards-regret",
+        "tools/classic_orders.py",
+        "self.RATE * (regrets[1] - regrets[0])",
+        "self.RATE * (regrets[0] - regrets[1])",
+        (RELATED + "test_lecar_turns_to_the_expert_that_would_have_kept",),
     ),
 )
