@@ -40,10 +40,10 @@ def test_every_seed_holds(first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(2_000, 12_000, CHUNK))
+@pytest.mark.parametrize("first", range(2_000, 12_000, 5 * CHUNK))
 def test_every_seed_of_ten_thousand_holds(first: int) -> None:
-    """The same for more seeds."""
-    must_hold(first, CHUNK)
+    """The same for more seeds; in chunks so large that even what is rare is met in each."""
+    must_hold(first, 5 * CHUNK)
 
 
 def test_a_seed_gives_the_same_run_each_time() -> None:
