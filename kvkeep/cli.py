@@ -287,7 +287,7 @@ def _add_verify(commands: "argparse._SubParsersAction[Parser]") -> None:
         type=_count,
         default=None,
         metavar="N",
-        help="stop when N requests or a few more have been compared (100)",
+        help="stop when N requests or a few more have been compared (220)",
     )
     _add_model_options(verify)
 

@@ -107,17 +107,17 @@ def _show(
     gpu, cpu = counts.matched_pages_gpu, counts.matched_pages_cpu
     table.add_row("requests", f"{counts.requests:,}", "")
     table.add_row("prompt tokens", f"{counts.prompt_tokens:,}", "100.0 %")
-    table.add_row(f"hits on the GPU, {settings.gpu_tokens:,} tokens", f"{gpu:,} pages", _percent(result.share(gpu)))
+    table.add_row(f"hits on the GPU, {settings.gpu_tokens:,} tokens", f"{gpu:,} pages", percent(result.share(gpu)))
     if settings.cpu_tokens:
-        table.add_row(f"hits below, {settings.cpu_tokens:,} tokens", f"{cpu:,} pages", _percent(result.share(cpu)))
-        table.add_row("hits in both", f"{gpu + cpu:,} pages", _percent(result.hit_share))
+        table.add_row(f"hits below, {settings.cpu_tokens:,} tokens", f"{cpu:,} pages", percent(result.share(cpu)))
+        table.add_row("hits in both", f"{gpu + cpu:,} pages", percent(result.hit_share))
     if best is not None:
-        table.add_row("best possible in the same room", f"{best:,} pages", _percent(result.share(best)))
+        table.add_row("best possible in the same room", f"{best:,} pages", percent(result.share(best)))
     if settings.accounting == "engine":
         table.add_row("stalls: requests that waited for pages", f"{counts.stalls:,}", "")
         table.add_row("preemptions", f"{counts.preemptions:,}", "")
     for cause, missed in sorted((result.misses or {}).items(), key=lambda row: -row[1]):
-        table.add_row(f"not found: {cause}", f"{missed:,} pages", _percent(result.share(missed)))
+        table.add_row(f"not found: {cause}", f"{missed:,} pages", percent(result.share(missed)))
     evict = result.evict_us_per_page
     table.add_row("evicted", f"{counts.pages_evicted:,} pages", "" if evict is None else f"{evict:.2f} us a page")
     table.add_row("replayed in", f"{result.seconds:.1f} s", f"{seconds:.1f} s in all")
@@ -146,7 +146,8 @@ def _ages(ages: Histogram) -> str:
     return ", ".join(f"{bound}: {count}" for bound, count in zip(bounds, ages.counts, strict=True) if count)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share in words."""
     return f"{100 * share:.1f} %"
 
 

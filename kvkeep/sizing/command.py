@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvkeep.errors import BadInput
 from kvkeep.index.eviction import Tier
+from kvkeep.replay.command import percent
 from kvkeep.replay.formats import read_trace
 from kvkeep.replay.orders import Order
 from kvkeep.replay.pages import Pages
@@ -150,11 +151,6 @@ def advice(sizing: Sizing, show: Amounts) -> list[str]:
     lines.append(f"{doubled} (order {sizing.order}).")
     lines.append("Sizes count cached pages; pages of the requests that run come on top.")
     return lines
-
-
-def percent(share: float) -> str:
-    """A share in words."""
-    return f"{100 * share:.1f} %"
 
 
 def _report(trace: Trace, order: Order, sizing: Sizing, tokens: int, nbytes: int | None, seconds: float) -> Report:

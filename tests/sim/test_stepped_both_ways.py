@@ -121,8 +121,8 @@ def test_a_load_behind_a_store_that_fails(happens: str) -> None:
     assert 0 == rig.matched(b_of(rig))
 
 
-def test_a_preempted_request_comes_back_into_pages_on_their_way_down() -> None:
-    """Resuming waits as an admission does, and nothing that is cached is lost for it."""
+def resumed() -> tuple[Rig, Request]:
+    """A preempted request that is coming back into a pool that another chain fills."""
     rig = Rig(pages=4, suspend_pages=4)
     request = rig.admitted([*A, 9], store=False)
     rig.compute(request)
@@ -130,6 +130,12 @@ def test_a_preempted_request_comes_back_into_pages_on_their_way_down() -> None:
     rig.settle()
     rig.serve_alone(B)
     rig.do("resume", request)
+    return rig, request
+
+
+def test_a_preempted_request_comes_back_into_pages_on_their_way_down() -> None:
+    """Resuming waits as an admission does, and nothing that is cached is lost for it."""
+    rig, request = resumed()
     assert (1, 0) == (len(rig.jobs("demote")), len(rig.jobs("resume")))
     rig.settle()
     assert request.readable and not request.holes
@@ -142,13 +148,7 @@ def test_a_preempted_request_comes_back_into_pages_on_their_way_down() -> None:
 
 def test_a_preempted_request_that_ends_while_it_comes_back() -> None:
     """Its pages are not copied up any more, and are nobody's when they are down."""
-    rig = Rig(pages=4, suspend_pages=4)
-    request = rig.admitted([*A, 9], store=False)
-    rig.compute(request)
-    rig.do("suspend", request, False)
-    rig.settle()
-    rig.serve_alone(B)
-    rig.do("resume", request)
+    rig, request = resumed()
     rig.do("abort", request)
     assert 4 == rig.traffic.parking.ledger.free
     rig.settle()
