@@ -11,46 +11,29 @@ Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
 
 Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
 the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
+
+A slot (`slots.py`) is a page of its own to all of this, with an id behind those of the pages; in a batch slots stand at
+the end.  The page that slots are in is OPEN and owned by `SLOTS` until the last of them is FREE.
 """
 
 from array import array
-from collections.abc import Iterable
-from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from kvkeep.errors import InvariantViolation
+from kvkeep.tiers.pages import INDEX, SCALAR_PAGES_MAX, SLOTS, State, as_index, page_ids
+from kvkeep.tiers.slots import SlotPlace, Slots
 
-#: Below this many pages a loop over an `array` is faster than numpy (0.06 us a page against 1.5 to 2 us a call).
-SCALAR_PAGES_MAX = 16
+__all__ = ["INDEX", "SCALAR_PAGES_MAX", "SLOTS", "Ledger", "State", "as_index", "page_ids"]
 
-#: Owner label of the index, as the tracing twin records it.
-INDEX = "index"
+#: The least slot ids that there is room for once there is one.
+SLOT_IDS_MIN = 256
 
-
-class State(IntEnum):
-    """What may be done with a page's bytes."""
-
-    FREE = 0  #: nobody's; bytes are garbage
-    OPEN = 1  #: one request writes it
-    READY = 2  #: immutable, may be shared
-    LOADING = 3  #: a copy writes it; it may be owned already, not read
-    DRAINING = 4  #: promised to one heir while copies still read it
-
-
-# The same as plain ints: reading an enum member costs 50 ns, in loops over pages.
+# The states as plain ints: reading an enum member costs 50 ns, in loops over pages.
 _FREE, _OPEN, _READY, _LOADING, _DRAINING = (int(s) for s in State)
 
 # The word of an idle page, in bytes: comparing bytes costs a fifth of comparing small numpy arrays.
 _IDLE_BYTES = array("i", (1,)).tobytes()
-
-_INTP = np.dtype(np.intp)
-
-
-def as_index(pages: "array[int]") -> npt.NDArray[np.intp]:
-    """`pages` as numpy indexes: a copy, since indexing with intp costs a third of indexing with int32."""
-    return np.array(pages, dtype=_INTP)
 
 
 class Ledger:
@@ -60,20 +43,20 @@ class Ledger:
     What that would break is still caught where it matters: no page can be freed twice.
 
     Every method checks the whole batch first and raises `InvariantViolation` naming a page, with nothing changed,
-    when the batch is not legal.  `idle` is the number of pages whose only owner is the index.
+    when the batch is not legal.  `idle` is the number of pages whose only owner is the index, or all whose slots are
+    such.   slots: the slots in this pool's pages; None until `allow_slots`.   ids: page and slot ids are below it.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.idle = 0
+        self.slots: Slots | None = None
+        self.ids = total
         self._words = array("i", bytes(4 * total))
         self._states = array("b", bytes(total))
         self._generations = array("q", bytes(8 * total))
         self._free = array("i", range(total - 1, -1, -1))
-        # The same memory for numpy: the arrays above are never resized.
-        self._words_np = np.frombuffer(self._words, dtype=np.int32)
-        self._states_np = np.frombuffer(self._states, dtype=np.int8)
-        self._generations_np = np.frombuffer(self._generations, dtype=np.int64)
+        self._map()
 
     # ------------------------------------------------------------------ questions
 
@@ -184,6 +167,8 @@ class Ledger:
                 if words[p] == 1:
                     self.idle -= 1
                 words[p] += 2
+            if self.slots is not None:
+                self._count_idle_slots(pages)
             return
         ids = as_index(pages)
         states = self._states_np.take(ids)
@@ -194,6 +179,8 @@ class Ledger:
         self.idle -= int(np.count_nonzero(found == 1))
         found += 2
         self._words_np[ids] = found
+        if self.slots is not None:
+            self._count_idle_slots(pages)
 
     def release(self, pages: "array[int]", owner: object) -> int:
         """Removes `owner` as a holder; pages left without an owner become FREE.  Returns how many did."""
@@ -221,6 +208,8 @@ class Ledger:
             self._words_np[ids] = found
             self.idle += int(np.count_nonzero(found == 1))
             freed = array("i", ids[found == 0].astype(np.int32).tobytes())
+        if self.slots is not None:
+            self._count_idle_slots(pages)
         self._set_free(freed)
         return len(freed)
 
@@ -366,9 +355,92 @@ class Ledger:
         if len(pages):
             self._states_np[as_index(pages)] = state
 
+    # ------------------------------------------------------------------ slots
+
+    def allow_slots(self, page_nbytes: int) -> Slots:
+        """Pages of so many bytes may hold slots from now on."""
+        if self.slots is None:
+            self.slots = Slots(page_nbytes, self.total)
+        return self.slots
+
+    def open_slot(self, nbytes: int, owner: object) -> int | None:
+        """A slot of `nbytes` bytes for `owner`, OPEN; None when it takes a page more, and none is free."""
+        assert self.slots is not None
+        page = self.slots.has_room(nbytes)
+        if page is None:
+            if not self._free:
+                return None
+            (page,) = self.open(1, SLOTS)
+            self.slots.add_page(page)
+        elif self.slots.all_idle(page):
+            self.idle -= 1
+        slot = self.slots.open(page, nbytes)
+        if slot >= self.ids:
+            self._grow(max(SLOT_IDS_MIN, self.ids - self.total))
+        self._words[slot] = 2
+        self._states[slot] = _OPEN
+        return slot
+
+    def place(self, slot: int) -> SlotPlace:
+        """Where a slot is."""
+        assert self.slots is not None
+        return self.slots.place(slot)
+
+    def split(self, pages: "array[int]") -> tuple["array[int]", "array[int]"]:
+        """A batch's pages, and its slots."""
+        count = len(pages)
+        while count and pages[count - 1] >= self.total:
+            count -= 1
+        return pages[:count], pages[count:]
+
+    def _count_idle_slots(self, pages: "array[int]") -> None:
+        """`idle` has counted slots of a batch as if they were pages."""
+        slots = self.slots
+        assert slots is not None
+        for slot in reversed(pages):
+            if slot < self.total:
+                return
+            idle, page = self._words[slot] == 1, slots.page_of(slot)
+            was = slots.all_idle(page)
+            if slots.set_idle(slot, idle):
+                self.idle += slots.all_idle(page) - was - (1 if idle else -1)
+
+    def _free_slots(self, pages: "array[int]", slots: Slots) -> "array[int]":
+        """Frees the slots of a batch, and pages that have none any more; returns the pages of the batch."""
+        pages, freed = self.split(pages)
+        for slot in freed:
+            if self._states[slot] == _FREE:
+                raise self._broken("freed twice", slot)
+            self._states[slot] = _FREE
+            self._generations[slot] += 1
+            page = slots.page_of(slot)
+            was = slots.all_idle(page)
+            self.idle += slots.set_idle(slot, False)  # it has left `idle` as if it were a page
+            empty = slots.close(slot)
+            self.idle += (empty is None and slots.all_idle(page)) - was
+            if empty is not None:
+                self.release(array("i", (empty,)), SLOTS)
+        return pages
+
+    def _grow(self, count: int) -> None:
+        """Makes room for the counts of `count` more ids."""
+        self.ids += count
+        self._words = self._words + array("i", bytes(4 * count))
+        self._states = self._states + array("b", bytes(count))
+        self._generations = self._generations + array("q", bytes(8 * count))
+        self._map()
+
+    def _map(self) -> None:
+        """The same memory for numpy: the arrays are never resized."""
+        self._words_np = np.frombuffer(self._words, dtype=np.int32)
+        self._states_np = np.frombuffer(self._states, dtype=np.int8)
+        self._generations_np = np.frombuffer(self._generations, dtype=np.int64)
+
     # ------------------------------------------------------------------ inside
 
     def _set_free(self, pages: "array[int]") -> None:
+        if self.slots is not None:
+            pages = self._free_slots(pages, self.slots)
         count = len(pages)
         if not count:
             return
@@ -403,15 +475,13 @@ class Ledger:
 
     def check_invariants(self) -> None:
         """Raises `InvariantViolation` when states, counts and the free list do not agree.  O(total)."""
-        words, free = self._words_np, self._free
+        words, free, pages = self._words_np, self._free, self._states[: self.total]
         seen = set(zip(self._states, self._words, strict=True))  # a few pairs, however many pages
+        slotted = 0 if self.slots is None else self.slots.check_invariants()
         checks = {
             "in the free list twice": len(free) != len(set(free)),
-            "free list and state differ": self._states.count(_FREE) != len(free)
-            or any(self._states[page] != _FREE for page in free),
-            "a page is owned by nobody and not free, or free and owned": any(
-                (state == _FREE) != (word == 0) for state, word in seen
-            ),
+            "free list and state differ": pages.count(_FREE) != len(free) or any(pages[page] != _FREE for page in free),
+            "a page is owned by nobody and not free, or free and owned": any((s == _FREE) != (w == 0) for s, w in seen),
             "a count below zero": any(word < 0 for _, word in seen),
             "an OPEN page in the index, or with more holders than its request and a copy before it": any(
                 state == _OPEN and word not in (2, 4) for state, word in seen
@@ -420,13 +490,8 @@ class Ledger:
             "a DRAINING page in the index, or without its copy": any(
                 state == _DRAINING and word not in (2, 4) for state, word in seen
             ),
-            "idle is miscounted": self.idle != int((words == 1).sum()),
+            "idle is miscounted": self.idle != int((words[: self.total] == 1).sum()) + slotted,
         }
         for what, broken in checks.items():
             if broken:
                 raise InvariantViolation(f"ledger: {what}")
-
-
-def page_ids(pages: Iterable[int]) -> "array[int]":
-    """Page ids in the form that the ledger takes."""
-    return array("i", pages)

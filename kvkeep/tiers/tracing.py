@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 
 from kvkeep.errors import InvariantViolation
-from kvkeep.tiers.ledger import INDEX, Ledger, State
+from kvkeep.tiers.ledger import INDEX, Ledger, State, page_ids
 
 
 class TracingLedger(Ledger):
@@ -27,6 +27,17 @@ class TracingLedger(Ledger):
         pages = super().open(count, owner)
         self._acquire(pages, owner)
         return pages
+
+    def open_slot(self, nbytes: int, owner: object) -> int | None:
+        slot = super().open_slot(nbytes, owner)
+        if slot is not None:
+            self._acquire(page_ids((slot,)), owner)
+        return slot
+
+    def _grow(self, count: int) -> None:
+        super()._grow(count)
+        self.owners += [Counter() for _ in range(count)]
+        self._since += [{} for _ in range(count)]
 
     def seal(self, pages: "array[int]", owner: object) -> None:
         self._distinct(pages)
