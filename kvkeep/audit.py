@@ -33,8 +33,8 @@ def check_owners(gpu: Ledger, host: TierMap | None, leases: Iterable[Lease], tra
 
 def _check(what: str, ledger: Ledger, holdings: Iterable["array[int]"]) -> None:
     ledger.check_invariants()
-    counted = [0] * ledger.total
-    for pages in holdings:
+    counted = [0] * ledger.ids
+    for pages in [*holdings, ledger.slots.pages if ledger.slots is not None else ()]:
         for page in pages:
             counted[page] += 1
     for page, count in enumerate(counted):

@@ -35,7 +35,7 @@ def check_tree(tree: RunTree) -> None:
 
 def _check_count(what: str, tier: TierMap, seen: int) -> None:
     kept = tier.ledger.kept_count
-    mapped = tier.ledger.total - tier.run_of.tolist().count(None)
+    mapped = len(tier.run_of) - tier.run_of.tolist().count(None)
     if not seen == kept == mapped:
         raise InvariantViolation(f"tree: {seen} {what} pages in runs, {mapped} mapped, {kept} kept by the ledger")
 
@@ -43,6 +43,8 @@ def _check_count(what: str, tier: TierMap, seen: int) -> None:
 def _check_run(run: Run) -> None:
     n, parent, name = len(run.names), parent_of(run), f"tree: run {run.serial}"
     tokens_per_entry, rest = divmod(len(run.tokens), n or 1)
+    if run.whole:
+        rest, tokens_per_entry = len(run.tokens) or len(run.pages) not in (0, n) or NOWHERE in (run.host or ()), 1
     if not n or rest or not tokens_per_entry or len(run.pages) > n or run.start != parent.end:
         raise InvariantViolation(f"{name} has arrays of different lengths, or a hole before it")
     if run.key != run.names[0]:

@@ -28,6 +28,7 @@ class Run:
     ends, stamps: recency.  `stamps[i]` is when pages up to `ends[i]` (and from `ends[i + 1]`, or `start`) were last
         used; tail first, so both fall from left to right in `ends` and rise in `stamps`.
     serial: a number of its own.   queued: bits, which tiers' eviction orders have an entry for it.
+    whole: it leaves and arrives as a whole, never a part of it (`output.py`).
     A root is a run without entries at depth 0; a run that lost all its entries is dead and hangs nowhere.
     """
 
@@ -35,6 +36,8 @@ class Run:
         "children", "ends", "gpu_children", "host", "key", "media", "names", "pages", "parent", "queued", "serial",
         "sibling", "stamps", "start", "tokens",
     )  # fmt: skip
+
+    whole = False
 
     def __init__(self, parent: "Run | None", start: int, key: int, serial: int) -> None:
         self.parent = parent

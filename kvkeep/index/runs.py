@@ -70,6 +70,7 @@ class RunTree:
         self.gpu = TierMap(ledger, order)
         self.host = host
         self.page_nbytes = page_nbytes
+        self.hash_fn = hash_fn
         self._compare = Compare(page_nbytes, hash_fn)
         self.doubles = Doubles()
         self._roots: dict[bytes, Root] = {}
@@ -114,9 +115,13 @@ class RunTree:
         """The place where the chains of an identity start."""
         root = self._roots.get(identity.record)
         if root is None:
-            self._serial += 1
-            root = Root(identity.record, identity.name, self._serial)  # joins the tree with its first child
+            root = Root(identity.record, identity.name, self.next_serial())  # joins the tree with its first child
         return Place(root, 0)
+
+    def child(self, identity: Identity, name: int) -> Run | None:
+        """The first run of that name at the root of an identity."""
+        root = self._roots.get(identity.record)
+        return None if root is None or root.children is None else root.children.get(name)
 
     def place(self, page: int) -> Place | None:
         """The place behind a GPU page, or None when the page is not in the tree."""
@@ -237,7 +242,7 @@ class RunTree:
 
         Fewer come back only when nothing else is idle, or idle pages have pages of live requests behind them.
         """
-        order, idle_tail = self.gpu.order, self.gpu.ledger.idle_tail
+        order = self.gpu.order
         if count == 1 and self.gpu.watch is None:
             one = self._evict_one()
             if one is not None:
@@ -247,8 +252,7 @@ class RunTree:
             run = order.coldest()
             if run is None:
                 break
-            k = self.coldest_stretch(run)
-            k = idle_tail(run.pages, k if k < count else count)
+            k = self.leavable(run, count)
             if not k:
                 order.shelve(run)
                 continue
@@ -263,13 +267,20 @@ class RunTree:
     def _evict_one(self) -> "array[int] | None":
         """`evict(1)` where it is simple and most often asked: a decode goes on to its next page."""
         run = self.gpu.order.coldest()
-        if run is None or run.host is not None or run.children or len(run.pages) == 1:
+        if run is None or run.host is not None or run.children or len(run.pages) == 1 or run.whole:
             return None
         if not self.gpu.ledger.is_idle(run.pages[-1]):
             return None
         page = run.pop(self.page_nbytes)
         self.gpu.run_of[page] = None
         return array("i", (page,))
+
+    def leavable(self, run: Run, count: int) -> int:
+        """How many GPU copies at the tail of `run` may leave now, of `count` that should: a whole run goes whole."""
+        k = self.coldest_stretch(run)
+        if not run.whole:
+            return self.gpu.ledger.idle_tail(run.pages, k if k < count else count)
+        return k if self.gpu.ledger.idle_tail(run.pages, k) == k else 0
 
     def coldest_stretch(self, run: Run) -> int:
         """How many GPU copies at the tail of `run` were last used together with the last one."""
@@ -328,7 +339,12 @@ class RunTree:
         assert self.host is not None
         run, depth = self.host.run_of[page], self.host.depth_of[page]
         if depth >= run.gpu_end:
-            self.cut(run, depth, reason)
+            self.cut(run, run.start if run.whole else depth, reason)
+            return
+        if run.whole:
+            pages, run.host = run.host, None
+            self.host.remove(pages, reason)
+            self.host.ledger.drop(pages)
             return
         self.host.remove(array("i", (page,)), reason)
         run.host[depth - run.start] = NOWHERE
@@ -345,7 +361,9 @@ class RunTree:
                 break
             assert run.host is not None
             least = max(run.gpu_end, run.stretch(run.end - 1)[1])
-            k = ledger.idle_tail(run.host, min(run.end - least, count - done))
+            k = run.end - least if run.whole else min(run.end - least, count - done)
+            idle = ledger.idle_tail(run.host, k)
+            k = 0 if run.whole and idle < k else idle
             if not k:
                 order.shelve(run)
                 continue
@@ -407,10 +425,8 @@ class RunTree:
         """Puts new pages behind the end of `run`: into it when it is a leaf, as a child otherwise."""
         self.gpu.ledger.keep(pages)
         if run.children or not run.names:
-            if isinstance(run, Root):
-                self._roots[run.record] = run
-            child = self._new_run(run, depth, names[0])
-            add_child(run, child)
+            child = Run(run, depth, names[0], self.next_serial())
+            self.hang(run, child)
             run = child
         run.extend(raw, names, pages)
         if media:
@@ -420,15 +436,22 @@ class RunTree:
         self.gpu.put(pages, run, depth)
         return run
 
-    def _new_run(self, parent: Run, start: int, key: int) -> Run:
+    def hang(self, parent: Run, child: Run) -> None:
+        """A new run, which has GPU copies, goes on behind `parent`, maybe the first one behind a root."""
+        if isinstance(parent, Root):
+            self._roots[parent.record] = parent
+        add_child(parent, child)
+
+    def next_serial(self) -> int:
+        """A number for a new run."""
         self._serial += 1
-        return Run(parent, start, key, self._serial)
+        return self._serial
 
     def _split(self, run: Run, depth: int) -> Run:
         """Cuts `run` at `depth`, if that lies inside it; returns the run that ends there."""
         if depth == run.start:
             return parent_of(run)
-        head = self._new_run(parent_of(run), run.start, run.key)
+        head = Run(parent_of(run), run.start, run.key, self.next_serial())
         replace_child(run, head)
         run.split_head(depth, head, self.page_nbytes)
         head.children = {run.key: run}

@@ -25,12 +25,13 @@ class TierMap:
         self.ledger = ledger
         self.order = order
         self.watch: Watch | None = None
-        self.run_of: npt.NDArray[Any] = np.empty(ledger.total, dtype=object)
-        self.depth_of = array("i", bytes(4 * ledger.total))
-        self._depth_of_np = np.frombuffer(self.depth_of, dtype=np.int32)
+        self.run_of: npt.NDArray[Any] = np.empty(0, dtype=object)
+        self.depth_of = array("i")
+        self.fit()
 
     def put(self, pages: "array[int]", run: Run, depth: int, reason: Reason | None = None) -> None:
         """`pages` are consecutive entries of `run` from `depth` on, whose names are there already."""
+        self.fit()
         if len(pages) <= SCALAR_PAGES_MAX:
             for d, p in enumerate(pages, depth):
                 self.run_of[p] = run
@@ -39,12 +40,12 @@ class TierMap:
             ids = as_index(pages)
             self.run_of[ids] = run
             self._depth_of_np[ids] = np.arange(depth, depth + len(pages), dtype=np.int32)
-        if self.watch is not None:
+        if self.watch is not None and not run.whole:
             self.watch.put(run, depth, len(pages), reason)
 
     def remove(self, pages: "array[int]", reason: Reason = "evicted") -> None:
         """`pages` are in the tree no more; their names still are."""
-        if self.watch is not None and pages:
+        if self.watch is not None and pages and not self.run_of[pages[0]].whole:
             ids = as_index(pages)
             self.watch.remove(self.run_of[ids], self._depth_of_np[ids], reason)
         if len(pages) <= SCALAR_PAGES_MAX:
@@ -53,6 +54,15 @@ class TierMap:
         else:
             self.run_of[as_index(pages)] = None
 
+    def fit(self) -> None:
+        """Has a place for every id of the ledger: there may be more slots than there were."""
+        more = self.ledger.ids - len(self.depth_of)
+        if not more:
+            return
+        self.run_of = np.concatenate([self.run_of, np.empty(more, dtype=object)])
+        self.depth_of = self.depth_of + array("i", bytes(4 * more))
+        self._depth_of_np = np.frombuffer(self.depth_of, dtype=np.int32)
+
     def clear(self) -> int:
         """Forgets every page; returns how many that freed."""
         cached = np.flatnonzero(self.run_of != None).astype(np.int32)  # noqa: E711 (elementwise)
@@ -60,4 +70,6 @@ class TierMap:
         self.order.clear()
         if self.watch is not None:
             self.watch.clear()
-        return self.ledger.drop(array("i", cached.tobytes()))
+        before = self.ledger.free
+        self.ledger.drop(array("i", cached.tobytes()))
+        return self.ledger.free - before

@@ -124,7 +124,7 @@ def watch_tree(tree: "RunTree", listener: Listener | None, always: Listener | No
 
 def names_in(tree: "RunTree") -> Mapping[Tier, Names]:
     """The names in each tier, one for each copy.  O(pages)."""
-    runs = list(tree.runs())
+    runs = [run for run in tree.runs() if not run.whole]
     found = {Tier.GPU: _joined(np.array(run.names[: len(run.pages)], dtype=np.uint64) for run in runs)}
     if tree.host is not None:
         found[Tier.HOST] = _joined(_host_names(run, run.host) for run in runs if run.host is not None)
