@@ -37,7 +37,7 @@ class Link:
     def launch(self, job: Job) -> None:
         """Begins when the copies before it in its direction are over."""
         direction = job.plan.direction
-        takes_s = len(job.plan) * self._s_per_page
+        takes_s = job.nbytes / self._page_size * self._s_per_page
         end_s = max(self._clock.now_s, self._free_s[direction]) + takes_s
         self._free_s[direction] = end_s
         self._running.append((end_s, takes_s, job))

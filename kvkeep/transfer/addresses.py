@@ -1,18 +1,20 @@
-"""Addresses of pieces: where in memory the pieces of numbered pages are, on the device and in host memory.
+"""Addresses: where in memory the pieces of numbered pages and the parts of slots are, on the device and in host memory.
 
 Must not know streams or jobs.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from kvkeep.errors import BadInput
 from kvkeep.tiers.memory import PageMemory, Plane
 from kvkeep.transfer.cuda_api import Api, Int64s
-from kvkeep.transfer.pieces import pieces
+from kvkeep.transfer.pieces import pieces, slot_parts
+from kvkeep.transfer.plan import SlotCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,32 @@ class Addresses:
     def of_pages(self, device_pages: "array[int]", host_pages: "array[int]") -> tuple[Int64s, Int64s, Int64s]:
         """Where each piece of each pair of pages is, page by page: on the device, in host memory, and its bytes."""
         offsets = np.cumsum((0, *self.sizes[:-1]), dtype=np.int64)
-        device_ids = np.frombuffer(device_pages, dtype=np.int32).astype(np.int64)[:, None]
-        host_ids = np.frombuffer(host_pages, dtype=np.int32).astype(np.int64)[:, None]
+        device_ids = np.array(device_pages, dtype=np.int64)[:, None]
+        host_ids = np.array(host_pages, dtype=np.int64)[:, None]
         on_device = np.array(self.device_addresses, dtype=np.int64) + device_ids * np.array(
             self.device_strides, dtype=np.int64
         )
         on_host = self.host_address + offsets + host_ids * self.host_stride
         sizes = np.tile(np.array(self.sizes, dtype=np.int64), len(device_pages))
         return on_device.ravel(), on_host.ravel(), sizes
+
+    def of_slots(self, slots: Sequence[SlotCopy], to_host: bool) -> tuple[Int64s, Int64s, Int64s]:
+        """Where each part of each slot is, slot by slot: on the device, in host memory, and its bytes."""
+        piece_ends = list(accumulate(self.sizes))
+        page_end = [self.page_nbytes]  # a page is one piece in host memory
+        ends = (piece_ends, page_end) if to_host else (page_end, piece_ends)
+        found = []
+        for slot in slots:
+            device_page, host_page = (slot.source, slot.target) if to_host else (slot.target, slot.source)
+            for part in slot_parts(slot, *ends):
+                piece, on_device, on_host = part.target_plane, part.target_offset, part.source_offset
+                if to_host:
+                    piece, on_device, on_host = part.source_plane, part.source_offset, part.target_offset
+                on_device += self.device_addresses[piece] + device_page * self.device_strides[piece]
+                on_host += self.host_address + host_page * self.host_stride
+                found.append((on_device, on_host, part.nbytes))
+        columns = np.array(found, dtype=np.int64).reshape(-1, 3)
+        return columns[:, 0], columns[:, 1], columns[:, 2]
 
 
 def addresses_of(device: PageMemory, host: PageMemory) -> Addresses:

@@ -48,14 +48,14 @@ class Job:
         self.overdue = False
 
     def __repr__(self) -> str:
-        return f"Job {self.number} ({self.plan.cause} {len(self.plan)} pages)"
+        return f"Job {self.number} ({self.plan})"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A copy that is over: no byte of it moves any more.
 
-    error: None when every page has arrived; otherwise why not, and the targets hold garbage.
+    error: None when every page and slot has arrived; otherwise why not, and the targets hold garbage.
     copy_ns: nanoseconds from its first byte to its last; 0 for one that never began.
     """
 

@@ -20,7 +20,7 @@ from kvkeep.transfer.addresses import addresses_of
 from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome, StillCopying
 from kvkeep.transfer.cuda_api import Api, CudaApi, CudaFault, DeviceEvent, Kernel, Stream
 from kvkeep.transfer.cuda_ways import POLL_PERIOD_S, Copier, Way, calibrate, load_kernel
-from kvkeep.transfer.pieces import check_page_ids, pieces
+from kvkeep.transfer.pieces import check_fits, pieces
 from kvkeep.transfer.plan import Direction
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class CudaBackend:
 
     def launch(self, job: Job) -> None:
         """Queues the copies behind the event that they come after."""
-        check_page_ids(job.plan, self._first_piece)
+        check_fits(job.plan, self._first_piece, self._page_nbytes)
         if not self._usable():
             return  # it stays in flight until `completions` says that the backend is dead
         stream = self._streams[job.plan.direction]
@@ -168,10 +168,13 @@ class CudaBackend:
         plan = running.job.plan
         to_host = plan.direction == "d2h"
         device_pages, host_pages = (plan.sources, plan.targets) if to_host else (plan.targets, plan.sources)
+        last = max(host_pages, default=0)
+        for slot in plan.slots:
+            last = max(last, slot.target if to_host else slot.source)
         way = self._ways[plan.direction]
-        if way != "dma" and max(host_pages) >= self._host.pinned_pages:
+        if way != "dma" and last >= self._host.pinned_pages:
             way = "dma"  # memory that is not pinned, or not yet: the driver's own copy takes it
-        running.descriptor = self._copier.queue(way, device_pages, host_pages, to_host, stream)
+        running.descriptor = self._copier.queue(way, device_pages, host_pages, to_host, stream, plan.slots)
 
     def _event(self) -> DeviceEvent:
         return self._free_events.pop() if self._free_events else self._api.new_event()

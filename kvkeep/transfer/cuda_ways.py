@@ -3,18 +3,23 @@
 Must not know jobs or events of others.
 
     dma      a call a piece            batch    a call for all pieces            kernel   one launch for all pieces
+
+Parts of slots are copied as pieces are; beside a kernel, which takes only vectors of whole pages, a call a part.
 """
 
 import ctypes
 import logging
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Literal, get_args
 
+import numpy as np
+
 from kvkeep.transfer.addresses import Addresses, scratch
-from kvkeep.transfer.cuda_api import Api, CudaFault, Kernel, Stream
+from kvkeep.transfer.cuda_api import Api, CudaFault, Int64s, Kernel, Stream
 from kvkeep.transfer.kernel import VECTOR_NBYTES
-from kvkeep.transfer.plan import Direction
+from kvkeep.transfer.plan import Direction, SlotCopy
 
 log = logging.getLogger(__name__)
 
@@ -86,22 +91,29 @@ class Copier:
         self._descriptors = Descriptors(api.new_host_memory(4 * DESCRIPTOR_IDS_MAX), DESCRIPTOR_IDS_MAX)
 
     def queue(
-        self, way: Way, device_pages: "array[int]", host_pages: "array[int]", to_host: bool, stream: Stream
+        self,
+        way: Way,
+        device_pages: "array[int]",
+        host_pages: "array[int]",
+        to_host: bool,
+        stream: Stream,
+        slots: Sequence[SlotCopy] = (),
     ) -> int:
-        """Queues the copy of pairs of pages.  What it returns is to be released when the copy is over."""
-        if way == "kernel" and self._descriptors is not None:
+        """Queues the copy of pairs of pages and of slots.  What it returns is to be released when the copy is over."""
+        if way == "kernel" and self._descriptors is not None and device_pages:
+            if slots:  # before the kernel: when these fail, no descriptor is in use
+                self._copy_parts("dma", self.addresses.of_slots(slots, to_host), to_host, stream)
+                slots = ()
             descriptor = self._descriptors.take(device_pages + host_pages)
             if descriptor:
                 self._run_kernel(descriptor, len(device_pages), to_host, stream)
                 return descriptor
             way = "dma"
-        on_device, on_host, sizes = self.addresses.of_pages(device_pages, host_pages)
-        targets, sources = (on_host, on_device) if to_host else (on_device, on_host)
-        if way == "batch":
-            self._api.copy_batch(targets, sources, sizes, stream)
-        else:
-            for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-                self._api.copy(target, source, nbytes, stream)
+        parts = self.addresses.of_pages(device_pages, host_pages)
+        if slots:
+            device, host, sizes = zip(parts, self.addresses.of_slots(slots, to_host), strict=True)
+            parts = np.concatenate(device), np.concatenate(host), np.concatenate(sizes)
+        self._copy_parts(way, parts, to_host, stream)
         return 0
 
     def release(self, descriptor: int) -> None:
@@ -114,6 +126,15 @@ class Copier:
         if self._descriptors is not None:
             self._api.free([self._tables, self._descriptors.address], [])
             self._descriptors = None
+
+    def _copy_parts(self, way: Way, parts: tuple[Int64s, Int64s, Int64s], to_host: bool, stream: Stream) -> None:
+        on_device, on_host, sizes = parts
+        targets, sources = (on_host, on_device) if to_host else (on_device, on_host)
+        if way == "batch":
+            self._api.copy_batch(targets, sources, sizes, stream)
+        else:
+            for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                self._api.copy(target, source, nbytes, stream)
 
     def _run_kernel(self, descriptor: int, pages: int, to_host: bool, stream: Stream) -> None:
         where = self.addresses

@@ -2,8 +2,8 @@
 
 Must not know who waits for a copy.  The threads touch what is in this file and page bytes, nothing else.
 
-A job is cut into tasks of whole pages; idle threads take tasks, loads first.  The thread that ends a job's last task
-leaves its outcome for `completions`.  numpy lets go of the interpreter while a piece is copied.
+A job is cut into tasks of whole pages, the last with its slots; idle threads take tasks, loads first.  The thread that
+ends a job's last task leaves its outcome for `completions`.  numpy lets go of the interpreter while a piece is copied.
 """
 
 import threading
@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput
 from kvkeep.tiers.memory import PageMemory, Plane
 from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome, StillCopying
-from kvkeep.transfer.pieces import check_page_ids, pieces
+from kvkeep.transfer.pieces import Rows, SlotRoute, check_fits, pieces
 from kvkeep.transfer.plan import Direction
 
 #: Bytes a thread copies before it looks for the next task: small enough that two threads end a job together and that a
@@ -30,8 +29,6 @@ TASK_NBYTES = 8 * 2**20
 EVENT_PERIOD_S = 0.0005
 
 CUT_SHORT = "cut short: the transfers were closed"
-
-Rows = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
@@ -46,7 +43,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Pages `first` to `last` of a job's plan."""
+    """Pages `first` to `last` of a job's plan; its slots too when `last` is the last one."""
 
     running: _Running
     first: int
@@ -65,11 +62,17 @@ class HostBackend:
         found = pieces(device, host)
         device_rows = [_host_rows(piece.device, "device") for piece in found]
         host_rows = [_host_rows(piece.host, "host") for piece in found]
+        device_planes = [_host_rows(plane, "device") for plane in device.planes()]
+        host_planes = [_host_rows(plane, "host") for plane in host.planes()]
         self._first_piece = found[0]
         self._page_nbytes = sum(int(rows.shape[1]) for rows in host_rows)
         self._routes: dict[Direction, list[tuple[Rows, Rows]]] = {
             "h2d": list(zip(host_rows, device_rows, strict=True)),
             "d2h": list(zip(device_rows, host_rows, strict=True)),
+        }
+        self._slot_routes: dict[Direction, SlotRoute] = {
+            "h2d": SlotRoute(host_planes, device_planes),
+            "d2h": SlotRoute(device_planes, host_planes),
         }
         self._held: list[Job] = []  # launched, but what they come after is not done; the manager's thread only
         self._changed = threading.Condition()  # guards what follows
@@ -94,7 +97,7 @@ class HostBackend:
     def launch(self, job: Job) -> None:
         """Hands the job to the threads, now or when what it comes after is done."""
         self._check_alive()
-        check_page_ids(job.plan, self._first_piece)
+        check_fits(job.plan, self._first_piece, self._page_nbytes)
         self._held.append(job)
         self._release_held()
 
@@ -167,7 +170,7 @@ class HostBackend:
         pages = len(running.job.plan)
         share = -(-pages // len(self._threads))
         step = max(1, min(share, TASK_NBYTES // self._page_nbytes))
-        for first in range(0, pages, step):
+        for first in range(0, max(pages, 1), step):
             yield _Task(running, first, min(first + step, pages))
 
     def _check_alive(self) -> None:
@@ -208,7 +211,7 @@ class HostBackend:
             return None
 
     def _copy(self, task: _Task) -> str | None:
-        """Copies the pages of a task; what went wrong, or None."""
+        """Copies the pages of a task, and the slots; what went wrong, or None."""
         plan = task.running.job.plan
         route = self._routes[plan.direction]
         try:
@@ -218,6 +221,11 @@ class HostBackend:
                 source_page, target_page = plan.sources[i], plan.targets[i]
                 for source, target in route:
                     target[target_page] = source[source_page]
+            for slot in plan.slots if task.last == len(plan) else ():
+                if task.running.error is not None or self._stopping:
+                    return task.running.error or CUT_SHORT
+                for source, target in self._slot_routes[plan.direction].views(slot):
+                    target[:] = source
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None

@@ -36,7 +36,7 @@ class Completion:
     final: the copy is over, or never began, or its backend is dead: no byte of it moves any more, and its pages are
         the caller's again.  Each job has exactly one final completion, unless it was revoked.  An overdue one is
         reported once before that, so that those who wait can be released; its pages stay owned.
-    ok: every page has arrived; otherwise the targets hold garbage and `error` says why.
+    ok: every page and slot has arrived; otherwise the targets hold garbage and `error` says why.
     late: the job was overdue.   nbytes: what has been copied: 0 unless ok.   copy_ns: from its first byte to its last.
     """
 
@@ -60,7 +60,7 @@ class TransferManager:
     bytes_in_flight_max: bytes of the copies that run at the same time.  A load that is larger runs alone; a store is
         not made unless it fits with everything that runs or waits before it, or there is nothing.  It bounds how long a
         new load waits for copies that run already: 256 MiB are about 5 ms of a PCIe 5 link.
-    queue_pages_max: pages of the loads that wait; one load always may, however large.
+    queue_pages_max: pages of the loads that wait, a load of slots alone as one; one load always may, however large.
     deadline_s: seconds from submission after which a job is overdue.
     clock: seconds that never go back.
     """
@@ -153,8 +153,8 @@ class TransferManager:
         None when the copy is not made: a bound refuses it, the backend is dead, or the manager is closed.
         """
         if after is None:
-            raise InvariantViolation(f"{plan.cause} of {len(plan)} pages without `after`: pass an event or NO_WAIT")
-        nbytes = len(plan) * self._page_nbytes
+            raise InvariantViolation(f"{plan} without `after`: pass an event or NO_WAIT")
+        nbytes = plan.nbytes(self._page_nbytes)
         with self._lock:
             if self._closed or self._dead is not None or not self._has_room(plan, nbytes):
                 self._tally.refused(plan)
@@ -164,7 +164,7 @@ class TransferManager:
             self._queued_nbytes += nbytes
             self._next_due = min(self._next_due, job.due)
             if plan.direction == "h2d":
-                self._queued_load_pages += len(plan)
+                self._queued_load_pages += plan.queue_pages
                 self._loads[job] = None
             else:
                 self._stores[job] = None
@@ -295,7 +295,7 @@ class TransferManager:
 
     def _has_room(self, plan: Plan, nbytes: int) -> bool:
         if plan.direction == "h2d":
-            return not self._loads or self._queued_load_pages + len(plan) <= self._queue_pages_max
+            return not self._loads or self._queued_load_pages + plan.queue_pages <= self._queue_pages_max
         if not self._loads and not self._stores and self._alone():
             return True
         return self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max
@@ -307,7 +307,7 @@ class TransferManager:
         del queue[job]
         self._queued_nbytes -= job.nbytes
         if queue is self._loads:
-            self._queued_load_pages -= len(job.plan)
+            self._queued_load_pages -= job.plan.queue_pages
         return True
 
     # ------------------------------------------------------------------ ends

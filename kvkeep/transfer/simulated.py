@@ -10,28 +10,26 @@ A job, once what it comes after is done:
     late    reads and writes at the last moment              ........... `read` `write` `report`
 
 While it runs its targets hold garbage.  It stops the program (`InvariantViolation`) when a job could touch bytes that
-somebody else is using: a page whose write is not done (a store without its barrier), or another job's pages.
+somebody else is using: a page whose write is not done (a store without its barrier), or another job's pages; of pages
+that slots are parts of, only the bytes.
 """
 
 import random
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvkeep.errors import BadInput, InvariantViolation
-from kvkeep.tiers.memory import POISON_BYTE, PageMemory
+from kvkeep.tiers.memory import POISON_BYTE, PageMemory, Plane
 from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, Outcome
-from kvkeep.transfer.pieces import check_page_ids, pieces
+from kvkeep.transfer.pieces import Rows, SlotRoute, check_fits, pieces
 from kvkeep.transfer.plan import Direction
 
 STEP_NS = 10_000
 IDLE_STEPS_MAX = 4
-
-Rows = npt.NDArray[np.uint8]
 
 
 class When(Enum):
@@ -42,6 +40,29 @@ class When(Enum):
     LATE = "late"
 
 
+#: Page, offset and bytes: a part of a page.
+PagePart: TypeAlias = tuple[int, int, int]
+
+
+class Touched:
+    """Whole pages of one pool, and parts of pages of it."""
+
+    def __init__(self, pool: str, pages: Iterable[int], parts: Iterable[PagePart]) -> None:
+        self.pages = {(pool, page) for page in pages}
+        self.parts = [((pool, page), offset, offset + nbytes) for page, offset, nbytes in parts]
+
+    def meets(self, other: "Touched") -> set[tuple[str, int]]:
+        """The pages, as (pool, page), of which both have a byte."""
+        met = self.pages & other.pages
+        for page, start, end in self.parts:
+            if page in other.pages or any(
+                page == its and start < its_end and end > its_start for its, its_start, its_end in other.parts
+            ):
+                met.add(page)
+        met.update(page for page, _, _ in other.parts if page in self.pages)
+        return met
+
+
 class Stream(Protocol):
     """Where whoever writes device pages queues the writes."""
 
@@ -50,10 +71,16 @@ class Stream(Protocol):
 
 
 class PendingWrite:
-    """An event of whoever writes device pages: not done until `finish`.   behind: jobs that it begins after."""
+    """An event of whoever writes device pages, or parts of them: not done until `finish`.
 
-    def __init__(self, backend: "SimulatedBackend", pages: "array[int]", behind: Iterable[Job]) -> None:
+    behind: jobs that it begins after.
+    """
+
+    def __init__(
+        self, backend: "SimulatedBackend", pages: "array[int]", parts: Iterable[PagePart], behind: Iterable[Job]
+    ) -> None:
         self.pages = pages
+        self.touched = Touched("device", pages, parts)
         self.behind = frozenset(behind)
         self.done = False
         self._backend = backend
@@ -80,6 +107,7 @@ class _Running:
         self.stuck = False
         self.began_step = 0
         self.read: list[Rows] = []
+        self.read_slots: list[list[Rows]] = []
 
 
 class SimulatedBackend:
@@ -108,9 +136,10 @@ class SimulatedBackend:
         self._stuck_rate = stuck_rate
         self._when = when
         self._routes: dict[Direction, list[tuple[Rows, Rows]]] = {"h2d": [], "d2h": []}
+        self._slot_routes: dict[Direction, SlotRoute] = {}
         self._pieces = pieces(device, host) if device is not None and host is not None else []
-        if self._pieces:
-            page_nbytes = self._map()
+        if device is not None and host is not None:
+            page_nbytes = self._map(device, host)
         if page_nbytes is None:
             raise BadInput("a simulated backend needs the memory of both pools, or page_nbytes")
         self._page_nbytes = page_nbytes
@@ -154,12 +183,14 @@ class SimulatedBackend:
         self._move(running)
         return True
 
-    def writing(self, pages: Iterable[int], behind: Iterable[Job] = ()) -> PendingWrite:
+    def writing(
+        self, pages: Iterable[int], behind: Iterable[Job] = (), *, parts: Iterable[PagePart] = ()
+    ) -> PendingWrite:
         """Device pages are being written from now on: the event that ends it.  No job may touch them before.
 
-        behind: jobs that the write is ordered after.
+        behind: jobs that the write is ordered after.   parts: bytes of pages of which others may be touched.
         """
-        write = PendingWrite(self, array("i", pages), behind)
+        write = PendingWrite(self, array("i", pages), parts, behind)
         self._check_write(write)
         self._writes.append(write)
         return write
@@ -199,7 +230,7 @@ class SimulatedBackend:
         if self._closed or job in self._running:
             raise InvariantViolation(f"{job} launched twice, or after close")
         if self._pieces:
-            check_page_ids(job.plan, self._pieces[0])
+            check_fits(job.plan, self._pieces[0], self._page_nbytes)
         when = self._when or self._random.choice(list(When))
         error = "simulated failure" if self._random.random() < self._fail_rate else None
         running = _Running(job, when, self._script(when), error)
@@ -241,14 +272,18 @@ class SimulatedBackend:
 
     # ------------------------------------------------------------------ inside
 
-    def _map(self) -> int:
+    def _map(self, device: PageMemory, host: PageMemory) -> int:
         page_nbytes = 0
-        for device_rows, host_rows in self._pieces:
-            if not isinstance(device_rows, np.ndarray) or not isinstance(host_rows, np.ndarray):
-                raise BadInput("a simulated backend copies host memory only")
+        for piece in self._pieces:
+            device_rows, host_rows = _host_rows([piece.device, piece.host])
             self._routes["h2d"].append((host_rows, device_rows))
             self._routes["d2h"].append((device_rows, host_rows))
             page_nbytes += host_rows.shape[1]
+        device_planes, host_planes = _host_rows(device.planes()), _host_rows(host.planes())
+        self._slot_routes = {
+            "h2d": SlotRoute(host_planes, device_planes),
+            "d2h": SlotRoute(device_planes, host_planes),
+        }
         return page_nbytes
 
     def _script(self, when: When) -> list[str | None]:
@@ -297,20 +332,32 @@ class SimulatedBackend:
     def _read(self, running: _Running) -> None:
         plan = running.job.plan
         running.read = [source[list(plan.sources)] for source, _ in self._routes[plan.direction]]
+        running.read_slots = [[source.copy() for source, _ in parts] for parts in self._slot_views(running.job)]
 
     def _write(self, running: _Running) -> None:
-        """A copy that fails writes some of its pages, not all."""
+        """A copy that fails writes some of its pages and slots, not all."""
         plan = running.job.plan
-        pages = range(len(plan))
-        if running.error is not None:
-            pages = range(self._random.randrange(len(plan)))
+        every = len(plan) + len(plan.slots)
+        count = every if running.error is None else self._random.randrange(every)
         for (_, target), read in zip(self._routes[plan.direction], running.read, strict=True):
-            for i in pages:
+            for i in range(min(count, len(plan))):
                 target[plan.targets[i]] = read[i]
+        slots = list(zip(self._slot_views(running.job), running.read_slots, strict=True))
+        for parts, reads in slots[: max(0, count - len(plan))]:
+            for (_, part), bytes_read in zip(parts, reads, strict=True):
+                part[:] = bytes_read
 
     def _scribble(self, job: Job) -> None:
         for _, target in self._routes[job.plan.direction]:
             target[list(job.plan.targets)] = POISON_BYTE
+        for parts in self._slot_views(job):
+            for _, part in parts:
+                part[:] = POISON_BYTE
+
+    def _slot_views(self, job: Job) -> list[list[tuple[Rows, Rows]]]:
+        """Source and target bytes of each part of each slot; nothing of pools without bytes."""
+        route = self._slot_routes.get(job.plan.direction)
+        return [list(route.views(slot)) for slot in job.plan.slots] if route is not None else []
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -321,26 +368,37 @@ class SimulatedBackend:
         job = running.job
         reads, writes = _touched(job)
         for write in self._writes:
-            both = (reads | writes) & {("device", page) for page in write.pages}
+            both = reads.meets(write.touched) | writes.meets(write.touched)
             if both and job not in write.behind:
                 raise InvariantViolation(f"{job} may touch {min(both)} while it is being written: a missing barrier")
         for other in self._running.values():
             if other is running or not other.begun:
                 continue
             others_reads, others_writes = _touched(other.job)
-            both = writes & (others_reads | others_writes) | reads & others_writes
+            both = writes.meets(others_reads) | writes.meets(others_writes) | reads.meets(others_writes)
             if both:
                 raise InvariantViolation(f"{job} may touch {min(both)} while {other.job} does")
 
     def _check_write(self, write: PendingWrite) -> None:
-        pages = {("device", page) for page in write.pages}
         for running in self._running.values():
             reads, writes = _touched(running.job)
-            if running.begun and pages & (reads | writes) and running.job not in write.behind:
-                raise InvariantViolation(f"a write of {sorted(pages)} begins while {running.job} uses one of them")
+            both = reads.meets(write.touched) | writes.meets(write.touched)
+            if running.begun and both and running.job not in write.behind:
+                raise InvariantViolation(f"a write of {sorted(both)} begins while {running.job} uses it")
 
 
-def _touched(job: Job) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-    """The pages a job reads and those it writes, as (pool, page)."""
-    source, target = ("host", "device") if job.plan.direction == "h2d" else ("device", "host")
-    return {(source, page) for page in job.plan.sources}, {(target, page) for page in job.plan.targets}
+def _touched(job: Job) -> tuple[Touched, Touched]:
+    """What a job reads and what it writes."""
+    plan = job.plan
+    source, target = ("host", "device") if plan.direction == "h2d" else ("device", "host")
+    return (
+        Touched(source, plan.sources, ((slot.source, slot.source_offset, slot.nbytes) for slot in plan.slots)),
+        Touched(target, plan.targets, ((slot.target, slot.target_offset, slot.nbytes) for slot in plan.slots)),
+    )
+
+
+def _host_rows(planes: Sequence[Plane]) -> list[Rows]:
+    rows = [plane for plane in planes if isinstance(plane, np.ndarray)]
+    if len(rows) < len(planes):
+        raise BadInput("a simulated backend copies host memory only")
+    return rows

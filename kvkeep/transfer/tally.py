@@ -14,7 +14,8 @@ from kvkeep.transfer.plan import DIRECTION_OF, Cause, Direction, Plan
 class Copied:
     """Copies of one direction and cause that are over.
 
-    copies, pages, nbytes: those that arrived.   copy_s: seconds from first to last byte, added up over those copies.
+    copies, pages, nbytes: those that arrived; bytes of slots count, as no page.
+    copy_s: seconds from first to last byte, added up over those copies.
     failures: copies that did not arrive, those that never started counted too.
     """
 
@@ -27,7 +28,8 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """loads, stores: jobs that wait; load_pages: pages of those loads.   in_flight: jobs that run, and their bytes."""
+    """loads, stores: jobs that wait; load_pages: pages of those loads (slots alone as one).
+    in_flight: jobs that run, and their bytes."""
 
     loads: int
     stores: int
