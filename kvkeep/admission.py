@@ -47,7 +47,7 @@ class Admission:
         self._counting = counting
         self._misses = misses
         self._order = order
-        self._numbers = count()
+        self.numbers = count()
 
     def open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia, reuse: bool | None = None) -> Lease:
         """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest.
@@ -63,7 +63,7 @@ class Admission:
         (pages, below, name), host_found, declined = self._match(identity, raw, limit, media)
         on_gpu = len(pages)
         check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
-        number = next(self._numbers)
+        number = next(self.numbers)
         self._ledger.retain(pages, number)
         load = self._traffic.begin_load(below) if self._traffic is not None and below else None
         drains = Drains(reserve - on_gpu)

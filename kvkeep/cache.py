@@ -42,6 +42,7 @@ from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Listener, Names, names_in, watch_tree
 from kvkeep.lease import Lease
 from kvkeep.misses import MissLedger, MissStats
+from kvkeep.outputs import Outputs
 from kvkeep.room import Room
 from kvkeep.stats import CacheStats, ResetReport
 from kvkeep.storing import Storing
@@ -129,6 +130,7 @@ class TieredCache:
             misses,
             self._order_behind,
         )
+        self._outputs: Outputs | None = None
 
     # ------------------------------------------------------------------ the life of a request
 
@@ -402,6 +404,13 @@ class TieredCache:
         if self._traffic is not None:
             with self._lock:
                 self._traffic.copies.fence = event
+
+    def outputs(self) -> Outputs:
+        """The encoder outputs that share the tiers of this cache (`EncoderCache` gives and takes tensors)."""
+        if self._outputs is None:
+            tell = (self._tree, self._room, self._traffic, self._leases, self._admission.numbers, self._end)
+            self._outputs = Outputs(self._lock, *tell, self.pool.page_nbytes)
+        return self._outputs
 
     # ------------------------------------------------------------------ ends and rolling back
 

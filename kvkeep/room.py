@@ -83,15 +83,18 @@ class Room:
         if short > ledger.idle:
             raise self.out_of_pages(count, short - ledger.idle)
         begun_ns = time.perf_counter_ns()
-        if self._traffic is None:
-            pages = self._tree.evict(short)
-            ledger.recycle(pages, owner)
-            self.pages_lost += len(pages)
-        else:
-            pages = array("i")
-            while (left := short - len(pages) - (drains.count if drains is not None else 0)) > 0:
+        pages = array("i")
+        while (left := count - ledger.free - len(pages) - (drains.count if drains is not None else 0)) > 0:
+            if self._traffic is None:
+                found = self._tree.evict(left)
+                if not found:
+                    break
+                self.pages_lost += len(found)
+                pages.extend(self._hand(found, left, owner))
+            else:
                 pages.extend(self._evict(left, owner, self._traffic, drains))
-                if len(pages) + (drains.count if drains is not None else 0) < short and not self._traffic.shed():
+                left = count - ledger.free - len(pages) - (drains.count if drains is not None else 0)
+                if left > 0 and not self._traffic.shed():
                     break
         self.evict_ns += time.perf_counter_ns() - begun_ns
         self.pages_evicted += len(pages)
@@ -107,6 +110,18 @@ class Room:
             pages.extend(copy.gpu)
         return pages
 
+    def take_now(self, count: int, owner: int) -> "array[int]":
+        """`take` for an encoder output, whose bytes are there and cannot wait."""
+        self._expect(count)
+        return self.take(count, owner) if count else array("i")
+
+    def take_slot(self, nbytes: int, owner: int) -> int:
+        """An OPEN slot for `owner`, in a page that has slots already or in one more.  Raises `OutOfPages`."""
+        ledger = self._ledger
+        while (slot := ledger.open_slot(nbytes, owner)) is None:
+            ledger.release(self.take(1, owner), owner)
+        return slot
+
     def could_be_had(self, pages: "array[int]") -> bool:
         """Whether there is a page to be had once a request has released `pages`."""
         ledger = self._ledger
@@ -117,6 +132,15 @@ class Room:
         copying = 0 if self._traffic is None else len(self._traffic.copies.pages_held_alone())
         held = self._ledger.held - copying
         return OutOfPages(asked=asked, short=short, in_flight=copying, held=held, total=self._ledger.total)
+
+    def _hand(self, pages: "array[int]", count: int, owner: int) -> "array[int]":
+        """Of pages that have left the tree, `count` or fewer become OPEN ones of `owner`; the rest is free."""
+        if self._ledger.slots is not None:
+            pages, slots = self._ledger.split(pages)
+            self._ledger.drop(pages[count:] + slots)
+            del pages[count:]
+        self._ledger.recycle(pages, owner)
+        return pages
 
     # ------------------------------------------------------------------ two tiers
 

@@ -47,6 +47,13 @@ class GpuPool:
         return cls(pages, None, None)
 
     @property
+    def page_nbytes(self) -> int:
+        """Bytes of a page; `BadInput` for a pool without bytes."""
+        if self.layout is None:
+            raise BadInput("this pool has no bytes: make it with GpuPool.allocate or GpuPool.adopt")
+        return self.layout.page_nbytes
+
+    @property
     def kv(self) -> "torch.Tensor":
         """The page-major tensor [pages, layers, 2, page_size, kv_heads, head_dim] of a pool that has one."""
         if not isinstance(self.memory, memory.PageMajorMemory):

@@ -1,0 +1,418 @@
+"""EncoderCache over one tier: outputs come back bit for bit, are computed once, and leave when room is short."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig
+from kvkeep.encoder import EncoderCache, EncoderFingerprint
+from kvkeep.errors import BadInput, OutOfPages
+from kvkeep.tiers.gpu_pool import GpuPool
+from kvkeep.tiers.layout import PageLayout
+from kvkeep.tiers.tracing import TracingLedger
+
+LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=8, page_size=16)  # 4,096 bytes a page
+PAGES = 12
+
+
+def make_cache(pages: int = PAGES) -> TieredCache:
+    pool = GpuPool.allocate(LAYOUT, pages)
+    return TieredCache(CacheConfig(page_size=16), pool, b"model", ledger=TracingLedger(pages))
+
+
+@pytest.fixture
+def cache() -> TieredCache:
+    return make_cache()
+
+
+@pytest.fixture
+def encoder(cache: TieredCache) -> EncoderCache:
+    return EncoderCache(cache, EncoderFingerprint("tower", revision="1", dtype="float32"))
+
+
+def digest(n: int) -> bytes:
+    return n.to_bytes(16, "big")
+
+
+class Encoder:
+    """Something to compute; counts how often it is asked."""
+
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        made = torch.Generator().manual_seed(seed)
+        self.tensors = [torch.randn(s, generator=made).to(dtype) for s in shapes]
+        self.calls = 0
+
+    def __call__(self) -> list[torch.Tensor]:
+        self.calls += 1
+        return self.tensors
+
+    def same(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        return len(tensors) == len(self.tensors) and all(
+            a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(tensors, self.tensors, strict=True)
+        )
+
+
+def put(encoder: EncoderCache, key: int, compute: Callable[[], object]) -> None:
+    encoder.get_or_compute(digest(key), compute).release()
+
+
+@pytest.mark.parametrize("elements", [1, 10, 900, 1024, 1025, 1500, 4096, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
+def test_a_hit_gives_the_same_bits(
+    encoder: EncoderCache, cache: TieredCache, elements: int, dtype: torch.dtype
+) -> None:
+    compute = Encoder((elements,), dtype=dtype)
+    with encoder.get_or_compute(digest(1), compute) as first:
+        assert first.source == "computed"
+        assert compute.same(first.tensors)
+    with encoder.get_or_compute(digest(1), compute) as again:
+        assert again.source == "gpu"
+        assert compute.same(again.tensors)
+    assert compute.calls == 1
+    cache.check_invariants()
+
+
+def test_many_tensors(encoder: EncoderCache) -> None:
+    compute = Encoder((3, 5), (7,), (1, 2, 300), (900,))
+    put(encoder, 1, compute)
+    with encoder.get_or_compute(digest(1), compute) as output:
+        assert compute.same(output.tensors)
+    assert compute.calls == 1
+
+
+def test_an_output_in_one_piece_is_a_view(encoder: EncoderCache, cache: TieredCache) -> None:
+    memory = cache.pool.kv
+    span = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+    for key, elements in ((1, 500), (2, 2048)):  # a slot; two pages
+        put(encoder, key, Encoder((elements,)))
+        with encoder.get_or_compute(digest(key), Encoder((1,))) as output:
+            assert output.tensor.data_ptr() in span
+
+
+def test_other_keys_fingerprints_and_salts_share_nothing(cache: TieredCache) -> None:
+    a, b = Encoder((10,), seed=1), Encoder((10,), seed=2)
+    put(EncoderCache(cache, b"fp1"), 1, a)
+    for encoder, key in (
+        (EncoderCache(cache, b"fp1"), digest(2)),
+        (EncoderCache(cache, b"fp2"), digest(1)),
+        (EncoderCache(cache, b"fp1", salt=b"tenant"), digest(1)),
+        (EncoderCache(cache, EncoderFingerprint("fp1")), digest(1)),
+    ):
+        assert encoder.get(key) is None
+        with encoder.get_or_compute(key, b) as output:
+            assert b.same(output.tensors)
+    with EncoderCache(cache, b"fp1").get_or_compute(digest(1), b) as output:
+        assert a.same(output.tensors)
+
+
+def test_token_ids_are_keys_of_their_own(encoder: EncoderCache) -> None:
+    compute = Encoder((4,))
+    encoder.get_or_compute([1, 2, 3, 4], compute).release()
+    ids_as_bytes = torch.tensor([1, 2, 3, 4], dtype=torch.int32).numpy().tobytes()
+    assert encoder.get(ids_as_bytes) is None
+    assert encoder.get([1, 2, 3]) is None
+    found = encoder.get([1, 2, 3, 4])
+    assert found is not None
+    found.release()
+
+
+def test_names_that_collide_do_not_mix_outputs() -> None:
+    pool = GpuPool.allocate(LAYOUT, PAGES)
+    cache = TieredCache(CacheConfig(page_size=16), pool, b"model", hash_fn=lambda raw, seed=0: 7)
+    encoder = EncoderCache(cache, b"fp")
+    computed = [Encoder((50,), seed=i) for i in range(5)]
+    for i, compute in enumerate(computed):
+        put(encoder, i, compute)
+    for i, compute in enumerate(computed):
+        with encoder.get_or_compute(digest(i), compute) as output:
+            assert compute.same(output.tensors)
+        assert compute.calls == 1
+    cache.check_invariants()
+
+
+def test_a_chain_of_tokens_is_no_output(cache: TieredCache, encoder: EncoderCache) -> None:
+    lease = cache.admit(range(33))
+    cache.finish(lease, 33)
+    put(encoder, 1, Encoder((3000,)))
+    lease = cache.admit(range(33))
+    assert lease.matched_len == 32
+    cache.finish(lease, 33)
+    cache.check_invariants()
+
+
+# ---------------------------------------------------------------------- expectations
+
+
+def test_another_shape_than_expected_is_a_miss(encoder: EncoderCache, cache: TieredCache) -> None:
+    put(encoder, 1, Encoder((320, 2)))
+    right = Encoder((1088, 2))
+    with encoder.get_or_compute(digest(1), right, expect=(((1088, 2), "float32"),)) as output:
+        assert right.same(output.tensors)
+    assert right.calls == 1
+    assert cache.outputs().stats().mismatches == 1
+    with pytest.raises(BadInput, match="320"):
+        encoder.get_or_compute(digest(2), Encoder((320, 2)), expect=(((1088, 2), "float32"),))
+    assert encoder.get(digest(2)) is None
+    cache.check_invariants()
+
+
+def test_an_encoder_that_gives_another_shape_than_last_time(encoder: EncoderCache, cache: TieredCache) -> None:
+    put(encoder, 1, Encoder((10,)))
+    encoder.discard(digest(1))
+    with pytest.raises(BadInput, match=r"float32\[11\].*float32\[10\]"):
+        encoder.get_or_compute(digest(1), Encoder((11,)))
+    assert encoder.get(digest(1)) is None
+    assert cache.stats().pages_free == PAGES
+
+
+def test_what_raises_is_not_kept(encoder: EncoderCache, cache: TieredCache) -> None:
+    def broken() -> torch.Tensor:
+        raise RuntimeError("no picture")
+
+    with pytest.raises(RuntimeError, match="no picture"):
+        encoder.get_or_compute(digest(1), broken)
+    compute = Encoder((4,))
+    put(encoder, 1, compute)
+    assert compute.calls == 1
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("given", ["text", [], torch.empty(0), [torch.ones(2), torch.empty(0, 3)], None, {"a": 1}])
+def test_what_is_no_tensor(encoder: EncoderCache, cache: TieredCache, given: object) -> None:
+    with pytest.raises(BadInput, match="the encoder gave"):
+        encoder.get_or_compute(digest(1), lambda: given)
+    assert cache.stats().pages_free == PAGES
+
+
+def test_bad_keys(encoder: EncoderCache) -> None:
+    for key in (b"short", [], [-1]):
+        with pytest.raises(BadInput):
+            encoder.get_or_compute(key, Encoder((4,)))
+    with pytest.raises(BadInput, match="fingerprint"):
+        EncoderCache(make_cache(), "fp")  # type: ignore[arg-type]
+    bare = TieredCache(CacheConfig(page_size=16), GpuPool.bookkeeping(4), b"model")
+    with pytest.raises(BadInput, match="memory"):
+        EncoderCache(bare, b"fp")
+
+
+def test_larger_than_the_pool(encoder: EncoderCache, cache: TieredCache) -> None:
+    with pytest.raises(BadInput, match="the pool has 12"):
+        encoder.get_or_compute(digest(1), Encoder((PAGES * 1024 + 1,)))
+    put(encoder, 2, Encoder((PAGES * 1024,)))
+    assert cache.stats().pages_free == 0
+    cache.check_invariants()
+
+
+# ---------------------------------------------------------------------- holding and leaving
+
+
+def test_occurrences_are_counted(encoder: EncoderCache, cache: TieredCache) -> None:
+    put(encoder, 1, Encoder((1024,)))
+    first = encoder.get_or_compute(digest(1), Encoder((1024,)))
+    second = encoder.get_or_compute(digest(1), Encoder((1024,)))
+    assert cache.outputs().stats().held == 2
+    first.release()
+    first.release()
+    assert cache.outputs().stats().held == 1
+    with pytest.raises(OutOfPages):
+        cache.admit(range(PAGES * 16))
+    second.release()
+    cache.abort(cache.admit(range(PAGES * 16)))
+    assert encoder.get(digest(1)) is None
+    cache.check_invariants()
+
+
+def test_a_held_output_survives_everything(encoder: EncoderCache, cache: TieredCache) -> None:
+    compute = Encoder((1500,))
+    put(encoder, 1, compute)
+    held = encoder.get_or_compute(digest(1), compute)
+    for i in range(2, 40):
+        put(encoder, i, Encoder((1024,), seed=i))
+    cache.finish(cache.admit(range(16 * 9)), 16 * 9)
+    cache.reset()
+    assert encoder.get(digest(1)) is None  # forgotten, and still there for who holds it
+    for i in range(2, 40):
+        put(encoder, i, Encoder((1024,), seed=i))
+    assert compute.same(held.tensors)
+    held.release()
+    cache.check_invariants()
+    cache.reset()
+    assert cache.stats().pages_free == PAGES
+
+
+def test_the_least_recent_leaves_first_and_whole(encoder: EncoderCache, cache: TieredCache) -> None:
+    for i in range(4):
+        put(encoder, i, Encoder((2 * 1024 + 500,), seed=i))  # two pages and a slot of half a page
+    with encoder.get_or_compute(digest(0), Encoder((1,))) as output:
+        assert output.source == "gpu"
+    cache.finish(cache.admit(range(16 * 4)), 16 * 4)
+    assert encoder.get(digest(1)) is None
+    for i in (0, 2, 3):
+        found = encoder.get(digest(i))
+        assert found is not None, i
+        found.release()
+    cache.check_invariants()
+
+
+def test_room_is_made_both_ways(encoder: EncoderCache, cache: TieredCache) -> None:
+    cache.finish(cache.admit(range(16 * PAGES - 1)), 16 * PAGES - 1)
+    assert cache.stats().pages_free == 1
+    for i in range(3):
+        put(encoder, i, Encoder((1024,), seed=i))
+    assert cache.stats().pages_cached == PAGES
+    lease = cache.admit(range(16 * PAGES - 1))
+    assert lease.matched_len == 0 + 9 * 16
+    cache.finish(lease, 16 * PAGES - 1)
+    assert encoder.get(digest(0)) is None
+    cache.check_invariants()
+
+
+def test_no_room_for_an_output(encoder: EncoderCache, cache: TieredCache) -> None:
+    lease = cache.admit(range(16 * PAGES))
+    compute = Encoder((10,))
+    with encoder.get_or_compute(digest(1), compute) as output:
+        assert compute.same(output.tensors)
+    assert encoder.get(digest(1)) is None
+    assert cache.outputs().stats().refused == 1
+    cache.abort(lease)
+    cache.check_invariants()
+
+
+def test_slots_of_a_page_leave_one_by_one(encoder: EncoderCache, cache: TieredCache) -> None:
+    for i in range(8 * PAGES):
+        put(encoder, i, Encoder((128,), seed=i))  # eight a page
+    assert cache.stats().pages_cached == PAGES
+    put(encoder, 1000, Encoder((128,)))
+    stats = cache.outputs().stats()
+    assert stats.outputs == 8 * PAGES - 8 + 1
+    cache.check_invariants()
+    cache.abort(cache.admit(range(16 * PAGES)))
+    assert cache.outputs().stats().outputs == 0
+    assert cache.stats().pages_free == PAGES
+
+
+def test_reset_forgets_outputs(encoder: EncoderCache, cache: TieredCache) -> None:
+    put(encoder, 1, Encoder((1500,)))
+    report = cache.reset()
+    assert report.pages_freed == 2
+    assert encoder.get(digest(1)) is None
+    assert cache.stats().pages_free == PAGES
+
+
+# ---------------------------------------------------------------------- once
+
+
+def test_fifty_threads_compute_once(encoder: EncoderCache, cache: TieredCache) -> None:
+    slow = Encoder((1500,))
+    begin = threading.Barrier(50)
+    outputs = []
+
+    def compute() -> list[torch.Tensor]:
+        time.sleep(0.02)
+        return slow()
+
+    def ask() -> None:
+        begin.wait()
+        outputs.append(encoder.get_or_compute(digest(1), compute))
+
+    threads = [threading.Thread(target=ask) for _ in range(50)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert slow.calls == 1
+    assert all(slow.same(o.tensors) for o in outputs)
+    assert cache.outputs().stats().held == 50
+    for o in outputs:
+        o.release()
+    cache.check_invariants()
+
+
+def test_an_exception_reaches_all_who_wait(encoder: EncoderCache) -> None:
+    begin, calls, errors = threading.Barrier(10), [], []
+
+    def broken() -> torch.Tensor:
+        calls.append(1)
+        time.sleep(0.05)
+        raise RuntimeError("no picture")
+
+    def ask() -> None:
+        begin.wait()
+        try:
+            encoder.get_or_compute(digest(1), broken)
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(10)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(errors) == 10
+    assert len(calls) == 1
+
+
+@pytest.mark.asyncio
+async def test_fifty_tasks_compute_once(encoder: EncoderCache, cache: TieredCache) -> None:
+    slow = Encoder((300,))
+
+    async def compute() -> list[torch.Tensor]:
+        await asyncio.sleep(0.01)
+        return slow()
+
+    outputs = await asyncio.gather(*(encoder.get_or_compute_async(digest(1), compute) for _ in range(50)))
+    assert slow.calls == 1
+    assert all(slow.same(o.tensors) for o in outputs)
+    for o in outputs:
+        o.release()
+    again = await encoder.get_or_compute_async(digest(1), slow)  # not a coroutine function
+    assert again.source == "gpu"
+    again.release()
+    cache.check_invariants()
+
+
+@pytest.mark.asyncio
+async def test_who_waits_goes_on_when_the_one_that_computes_is_cancelled(encoder: EncoderCache) -> None:
+    slow, begun = Encoder((300,)), asyncio.Event()
+
+    async def hangs() -> list[torch.Tensor]:
+        begun.set()
+        await asyncio.sleep(60)
+        return []
+
+    first = asyncio.create_task(encoder.get_or_compute_async(digest(1), hangs))
+    await begun.wait()
+    second = asyncio.create_task(encoder.get_or_compute_async(digest(1), slow))
+    await asyncio.sleep(0)
+    first.cancel()
+    output = await second
+    assert slow.same(output.tensors)
+    output.release()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+@pytest.mark.asyncio
+async def test_who_waits_and_is_cancelled_stops_nobody(encoder: EncoderCache) -> None:
+    slow, begun, go_on = Encoder((300,)), asyncio.Event(), asyncio.Event()
+
+    async def compute() -> list[torch.Tensor]:
+        begun.set()
+        await go_on.wait()
+        return slow()
+
+    first = asyncio.create_task(encoder.get_or_compute_async(digest(1), compute))
+    await begun.wait()
+    second = asyncio.create_task(encoder.get_or_compute_async(digest(1), compute))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    go_on.set()
+    (await first).release()
+    assert slow.calls == 1
