@@ -381,6 +381,11 @@ class Ledger:
         self._states[slot] = _OPEN
         return slot
 
+    def free_for_slot(self, nbytes: int) -> int:
+        """How many free pages it takes to open a slot of `nbytes` bytes: 0 or 1."""
+        assert self.slots is not None
+        return int(self.slots.has_room(nbytes) is None)
+
     def place(self, slot: int) -> SlotPlace:
         """Where a slot is."""
         assert self.slots is not None
