@@ -88,7 +88,6 @@ class Room:
             raise self.out_of_pages(count, short - ledger.idle)
         begun_ns = time.perf_counter_ns()
         pages = array("i")
-        before = -1
         while (left := count - ledger.free - len(pages) - (drains.count if drains is not None else 0)) > 0:
             if self._traffic is None:
                 found = self._tree.evict(left)
@@ -97,11 +96,10 @@ class Room:
                 self.pages_lost += len(found)
                 pages.extend(self._hand(found, left, owner))
                 continue
-            evicted, idle = self._evict(left, owner, self._traffic, drains), ledger.idle
-            pages.extend(evicted)
-            if idle == before and not self._traffic.shed():  # nothing is idle that may leave
+            pages.extend(self._evict(left, owner, self._traffic, drains))
+            left = count - ledger.free - len(pages) - (drains.count if drains is not None else 0)
+            if left > 0 and self._tree.gpu.order.coldest() is None and not self._traffic.shed():
                 break
-            before = idle
         self.evict_ns += time.perf_counter_ns() - begun_ns
         self.pages_evicted += len(pages)
         rest = count - len(pages)
