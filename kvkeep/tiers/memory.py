@@ -4,12 +4,13 @@ Must not know owners or names.  The only part of `tiers` that imports torch, and
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.errors import BadInput
+from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.layout import PageLayout
 
 if TYPE_CHECKING:
@@ -22,8 +23,16 @@ POISON_BYTE = 0xFF
 Plane: TypeAlias = "npt.NDArray[np.uint8] | torch.Tensor"
 
 
+#: Bytes of a page: uint8 of one dimension.  numpy of `HostMemory`, torch of the others, on the device of the memory.
+PageBytes: TypeAlias = "npt.NDArray[np.uint8] | torch.Tensor"
+
+#: Bytes to write: bytes-like, or uint8 of any shape, whose elements are taken in order.
+Data: TypeAlias = "bytes | bytearray | memoryview | npt.NDArray[np.uint8] | torch.Tensor"
+
+
 class PageMemory(Protocol):
-    """The bytes of numbered pages."""
+    """The bytes of numbered pages.  Part of a page is said in the order of `page_bytes`, however it lies in memory;
+    one that is not in its page is an `InvariantViolation`: it would be another page's."""
 
     def copy_positions(self, source: int, target: int, count: int) -> None:
         """Copies K and V of the first `count` positions of one page to another, in the device's stream order."""
@@ -36,6 +45,12 @@ class PageMemory(Protocol):
 
     def planes(self) -> list[Plane]:
         """The same bytes, writable: the rows of all planes, joined in order, are a page's `page_bytes`."""
+
+    def read(self, page: int, offset: int, nbytes: int) -> PageBytes:
+        """`nbytes` of a page from `offset` on: a view where they lie in one piece, otherwise gathered into a copy."""
+
+    def write(self, page: int, offset: int, data: Data) -> None:
+        """Writes bytes into a page from `offset` on, in the device's stream order."""
 
 
 class PageMajorMemory:
@@ -54,7 +69,25 @@ class PageMajorMemory:
         _fill(self.kv, list(pages))
 
     def planes(self) -> list[Plane]:
-        return [_plane(self.kv)]
+        rows = _rows(self.kv)
+        return [rows if rows.is_cuda else rows.numpy()]
+
+    def read(self, page: int, offset: int, nbytes: int) -> "torch.Tensor":
+        part: torch.Tensor = _parts([_rows(self.kv)], page, offset, nbytes)[0]
+        return part
+
+    def write(self, page: int, offset: int, data: Data) -> None:
+        _write([_rows(self.kv)], page, offset, data)
+
+    def span(self, first_page: int, nbytes: int) -> "torch.Tensor":
+        """A view of `nbytes` over consecutive pages, from the start of `first_page` on.  torch uint8 [nbytes]."""
+        rows = _rows(self.kv)
+        pages, page_nbytes = rows.shape
+        if first_page < 0 or nbytes < 1 or first_page * page_nbytes + nbytes > rows.numel():
+            raise InvariantViolation(
+                f"{nbytes} bytes from page {first_page} on of {pages} pages of {page_nbytes} bytes"
+            )
+        return rows.view(-1)[first_page * page_nbytes :][:nbytes]
 
 
 class LayerMajorMemory:
@@ -76,8 +109,20 @@ class LayerMajorMemory:
 
     def planes(self) -> list[Plane]:
         """One plane a layer; two where the engine has all K pages before all V pages."""
+        return [rows if rows.is_cuda else rows.numpy() for rows in self._pieces]
+
+    def read(self, page: int, offset: int, nbytes: int) -> "torch.Tensor":
+        parts = _parts(self._pieces, page, offset, nbytes)
+        joined: torch.Tensor = parts[0] if len(parts) == 1 else _torch().cat(parts)
+        return joined
+
+    def write(self, page: int, offset: int, data: Data) -> None:
+        _write(self._pieces, page, offset, data)
+
+    @cached_property
+    def _pieces(self) -> "list[torch.Tensor]":
         split = not self.layers[0].is_contiguous()
-        return [_plane(part) for t in self.layers for part in ((t[:, 0], t[:, 1]) if split else (t,))]
+        return [_rows(part) for t in self.layers for part in ((t[:, 0], t[:, 1]) if split else (t,))]
 
 
 class HostMemory:
@@ -99,6 +144,13 @@ class HostMemory:
 
     def planes(self) -> list[Plane]:
         return [self.rows]
+
+    def read(self, page: int, offset: int, nbytes: int) -> "npt.NDArray[np.uint8]":
+        part: npt.NDArray[np.uint8] = _parts([self.rows], page, offset, nbytes)[0]
+        return part
+
+    def write(self, page: int, offset: int, data: Data) -> None:
+        _write([self.rows], page, offset, data)
 
 
 def allocate(layout: PageLayout, pages: int, device: str) -> PageMajorMemory:
@@ -166,9 +218,41 @@ def _as_bytes(tensor: "torch.Tensor") -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
 
 
-def _plane(tensor: "torch.Tensor") -> Plane:
-    rows = tensor.detach().view(_torch().uint8).view(tensor.shape[0], -1)
-    return rows if rows.is_cuda else rows.numpy()
+def _rows(tensor: "torch.Tensor") -> "torch.Tensor":
+    """uint8 [pages, bytes]."""
+    return tensor.detach().view(_torch().uint8).view(tensor.shape[0], -1)
+
+
+def _parts(planes: Sequence[Any], page: int, offset: int, nbytes: int) -> list[Any]:
+    """Views of the bytes of a page from `offset` on, one for each plane that has some of them."""
+    pages, page_nbytes = len(planes[0]), sum(plane.shape[1] for plane in planes)
+    if not 0 <= page < pages or offset < 0 or nbytes < 1 or offset + nbytes > page_nbytes:
+        raise InvariantViolation(
+            f"{nbytes} bytes from byte {offset} on of page {page} of {pages} pages of {page_nbytes} bytes"
+        )
+    parts = []
+    start = 0  # of the plane in the page
+    for plane in planes:
+        first, last = max(offset - start, 0), min(offset + nbytes - start, plane.shape[1])
+        if first < last:
+            parts.append(plane[page, first:last])
+        start += plane.shape[1]
+    return parts
+
+
+def _write(planes: Sequence[Any], page: int, offset: int, data: Data) -> None:
+    if isinstance(data, bytes | bytearray | memoryview):
+        data = np.frombuffer(data, dtype=np.uint8)
+    if str(data.dtype) not in ("uint8", "torch.uint8"):
+        raise InvariantViolation(f"elements of {data.dtype} to be written into a page: view them as uint8")
+    flat = data.reshape(-1)
+    parts = _parts(planes, page, offset, len(flat))
+    for part in parts:
+        here, flat = flat[: len(part)], flat[len(part) :]
+        if isinstance(part, np.ndarray):
+            part[:] = here
+        else:
+            part.copy_(_torch().from_numpy(here.copy()) if isinstance(here, np.ndarray) else here)
 
 
 def _fill(tensor: "torch.Tensor", pages: list[int]) -> None:
