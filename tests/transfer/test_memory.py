@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from kvkeep.errors import InvariantViolation
 from kvkeep.tiers.memory import Data, LayerMajorMemory, PageMajorMemory, PageMemory
 from tests.transfer.pools import LAYOUT, PAGES, fill_all
 from tests.transfer.rigs import MEMORIES, make_memory
+
+torch = pytest.importorskip("torch")
 
 PAGE = LAYOUT.page_nbytes
 K_OR_V = PAGE // LAYOUT.layers // 2
