@@ -189,8 +189,9 @@ class Room:
                 tails = self._clean_in_window(count)
                 look_at = count - self.window // LOOKS_A_WINDOW
             for tail, clean in tails:
-                out.extend(self._leave(tail, clean, owner, count))
-                count -= clean
+                pages = self._leave(tail, clean, owner, max(count, 0))
+                out.extend(pages)
+                count -= len(pages)
             if tails:
                 continue
             if run.whole:
@@ -227,9 +228,16 @@ class Room:
         count: int,
         fit: int,
     ) -> int:
-        """An output without a host copy leaves; how many pages that gives the owner, now or when they are copied."""
+        """An output without a host copy leaves; how many pages that gives the owner, now or when they are copied.
+
+        It is copied down if what the copy holds meanwhile, its slot and pages that the owner does not want, can be
+        spared.
+        """
         if drains is not None and len(run.pages) <= fit:
-            copy = traffic.demote_whole(run, min(count, drains.count_max - drains.count), owner)
+            pages, slots = self._ledger.split(run.pages)
+            given = min(count, drains.count_max - drains.count, len(pages))
+            spared = self._ledger.idle - len(pages) - self._ledger.idle_pages_of(slots)
+            copy = traffic.demote_whole(run, given, owner) if count - given <= spared else None
             if copy is not None:
                 drains.add(copy)
                 self.pages_demoted += len(copy.gpu)

@@ -445,7 +445,8 @@ class Traffic:
         They are free once their copies are over; the idle pages before them can leave now.
         """
         held = self.copies.pages_held_alone()
-        shed, outputs = array("i"), list[array[int]]()
+        shed = array("i")
+        outputs: list[array[int]] = []
         runs = {self._tree.gpu.run_of[page] for page in held} - {None}
         for run in sorted(runs, key=lambda run: (-run.start, run.serial)):  # a run's children before it
             count = 0 if run.gpu_children else len(run.pages)
