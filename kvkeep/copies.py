@@ -11,7 +11,7 @@ from kvkeep.lease import Lease
 from kvkeep.tiers.ledger import Ledger
 from kvkeep.transfer.backend import NO_WAIT, After, Job
 from kvkeep.transfer.manager import TransferManager
-from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan
+from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan, SlotCopy
 
 
 class Suspended:
@@ -41,11 +41,12 @@ class Copy:
     """Pages on their way: `gpu[i]` and `host[i]` hold, or will hold, the same bytes.
 
     owners: the ledger of the `host` pages; in the host pool their ids begin at `first`.
+    promised: those of its pages that drain to an heir.
     ticket: the suspended request whose pages they are, if they are one's.
     leases: who waits for it.   after: copies that still read its targets: it starts when they are over.
     """
 
-    __slots__ = ("after", "cause", "first", "gpu", "host", "job", "leases", "owners", "ticket")
+    __slots__ = ("after", "cause", "first", "gpu", "host", "job", "leases", "owners", "promised", "ticket")
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Copy:
         self.owners = owners
         self.first = first
         self.ticket = ticket
+        self.promised = array("i")
         self.job: Job | None = None
         self.leases: list[Lease] = []
         self.after: set[Copy] = set()
@@ -95,21 +97,34 @@ class Copies:
     def submit(self, copy: Copy) -> bool:
         """Hands a copy to the manager; False when that refuses it."""
         up = DIRECTION_OF[copy.cause] == "h2d"
-        host = array("i", (p + copy.first for p in copy.host)) if copy.first else copy.host
-        above, below = self._gpu.generations(copy.gpu), copy.owners.generations(copy.host)
+        gpu, host = copy.gpu, copy.host
+        slots: tuple[SlotCopy, ...] = ()
+        if self._gpu.slots is not None and copy.owners.slots is not None:
+            gpu, gpu_slots = self._gpu.split(gpu)
+            host, host_slots = copy.owners.split(host)
+            slots = tuple(self._slot_copy(copy, up, *pair) for pair in zip(gpu_slots, host_slots, strict=True))
+        elif copy.first:
+            host = array("i", (p + copy.first for p in host))
+        above, below = self._gpu.generations(gpu), copy.owners.generations(copy.host[: len(host)])
         plan = Plan(
             direction=DIRECTION_OF[copy.cause],
             cause=copy.cause,
-            sources=host if up else copy.gpu,
-            targets=copy.gpu if up else host,
+            sources=host if up else gpu,
+            targets=gpu if up else host,
             source_generations=below if up else above,
             target_generations=above if up else below,
+            slots=slots,
         )
         copy.job = self.manager.submit(plan, after=self.fence)
         if copy.job is None:
             return False
         self._of[copy.job] = copy
         return True
+
+    def _slot_copy(self, copy: Copy, up: bool, gpu: int, host: int) -> SlotCopy:
+        above, below = self._gpu.place(gpu), copy.owners.place(host)
+        source, target = (below, above) if up else (above, below)
+        return SlotCopy(source.page, source.offset, target.page, target.offset, source.nbytes)
 
     def defer(self, copy: Copy, after: Iterable[Copy]) -> None:
         """The copy is to be submitted when those in `after`, which read its targets, are over."""
@@ -195,7 +210,7 @@ class Copies:
 
     def pages_held_alone(self) -> set[int]:
         """GPU pages that copies hold and no request does."""
-        held = Counter(page for copy in self for page in copy.gpu)
+        held = Counter(page for copy in self for page in copy.gpu if page < self._gpu.total)
         return {page for page, count in held.items() if self._gpu.holders(page) == count}
 
     def requests_holding(self, pages: "array[int]") -> list[int]:

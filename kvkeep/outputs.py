@@ -281,7 +281,7 @@ class Outputs:
     def _load(self, run: Output, identity: Identity, number: int) -> Hold | None:
         """Starts to bring an output up from host memory; None when it is not there whole, or there is no room."""
         traffic, host = self._traffic, run.host
-        if traffic is None or host is None or not True:
+        if traffic is None or host is None or not traffic.worth_loading(host, run.seconds):
             return None
         copy = traffic.begin_load(host[:])
         try:

@@ -42,7 +42,7 @@ class Drains:
     def add(self, copy: Copy) -> None:
         """It has got the pages that `copy` reads."""
         self.copies.append(copy)
-        self.count += len(copy.gpu)
+        self.count += len(copy.promised)
 
 
 class Room:
@@ -95,11 +95,11 @@ class Room:
                     break
                 self.pages_lost += len(found)
                 pages.extend(self._hand(found, left, owner))
-            else:
-                pages.extend(self._evict(left, owner, self._traffic, drains))
-                left = count - ledger.free - len(pages) - (drains.count if drains is not None else 0)
-                if left > 0 and not self._traffic.shed():
-                    break
+                continue
+            pages.extend(self._evict(left, owner, self._traffic, drains))
+            left = count - ledger.free - len(pages) - (drains.count if drains is not None else 0)
+            if left > 0 and self._tree.gpu.order.coldest() is None and not self._traffic.shed():
+                break
         self.evict_ns += time.perf_counter_ns() - begun_ns
         self.pages_evicted += len(pages)
         rest = count - len(pages)
@@ -111,7 +111,7 @@ class Room:
                 self._swap_twins(rest)
             pages.extend(ledger.open(rest, owner))
         for copy in drains.copies if drains is not None else ():
-            pages.extend(copy.gpu)
+            pages.extend(copy.promised)
         return pages
 
     def take_now(self, count: int, owner: int) -> "array[int]":
@@ -179,7 +179,7 @@ class Room:
             run = order.coldest()
             if run is None:
                 break
-            k = self._ledger.idle_tail(run.pages, min(tree.coldest_stretch(run), count))
+            k = tree.leavable(run, count)
             if not k:
                 order.shelve(run)
                 continue
@@ -189,23 +189,26 @@ class Room:
                 tails = self._clean_in_window(count)
                 look_at = count - self.window // LOOKS_A_WINDOW
             for tail, clean in tails:
-                out.extend(self._leave(tail, clean, owner))
-                count -= clean
+                pages = self._leave(tail, clean, owner, max(count, 0))
+                out.extend(pages)
+                count -= len(pages)
             if tails:
+                continue
+            if run.whole:
+                count -= self._evict_whole(run, owner, traffic, drains, out, count, fit - len(down.gpu))
+                fit = 0  # what follows is of another copy
                 continue
             k = run.dirty_tail(len(run.pages), k)
             demoted = traffic.demote(down, run, k, fit - len(down.gpu)) if fit > len(down.gpu) else 0
             if not demoted:
                 self.pages_lost += k
-                out.extend(self._leave(run, k, owner))
+                out.extend(self._leave(run, k, owner, k))
             count -= demoted or k
         if down.gpu:
             self._hand_down(down, owner, traffic, out, drains)
         return out
 
-    def _hand_down(
-        self, down: Copy, owner: int, traffic: Traffic, out: "array[int]", drains: "Drains | None"
-    ) -> None:
+    def _hand_down(self, down: Copy, owner: int, traffic: Traffic, out: "array[int]", drains: "Drains | None") -> None:
         """The pages that `down` is to copy are the owner's: when they are copied, or now if they will not be."""
         if drains is not None and traffic.hand_down(down, owner):
             drains.add(down)
@@ -215,10 +218,37 @@ class Room:
             self.pages_lost += len(down.gpu)
             out.extend(down.gpu)
 
-    def _leave(self, run: Run, count: int, owner: int) -> "array[int]":
-        pages = self._tree.leave(run, count)
-        self._ledger.recycle(pages, owner)
-        return pages
+    def _evict_whole(
+        self,
+        run: Run,
+        owner: int,
+        traffic: Traffic,
+        drains: "Drains | None",
+        out: "array[int]",
+        count: int,
+        fit: int,
+    ) -> int:
+        """An output without a host copy leaves; how many pages that gives the owner, now or when they are copied.
+
+        It is copied down if what the copy holds meanwhile, its slot and pages that the owner does not want, can be
+        spared.
+        """
+        if drains is not None and len(run.pages) <= fit:
+            pages, slots = self._ledger.split(run.pages)
+            given = min(count, drains.count_max - drains.count, len(pages))
+            spared = self._ledger.idle - len(pages) - self._ledger.idle_pages_of(slots)
+            copy = traffic.demote_whole(run, given, owner) if count - given <= spared else None
+            if copy is not None:
+                drains.add(copy)
+                self.pages_demoted += len(copy.gpu)
+                return len(copy.promised)
+        self.pages_lost += len(run.pages)
+        pages = self._leave(run, len(run.pages), owner, count)
+        out.extend(pages)
+        return len(pages)
+
+    def _leave(self, run: Run, count: int, owner: int, wanted: int) -> "array[int]":
+        return self._hand(self._tree.leave(run, count), wanted, owner)
 
     def _clean_in_window(self, count: int) -> list[tuple[Run, int]]:
         """The idle tails with host copies in the window: their runs, and how many pages of each; `count` in all."""
@@ -227,9 +257,9 @@ class Room:
         while left > 0 and count > 0 and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)
-            k = self._ledger.idle_tail(run.pages, min(tree.coldest_stretch(run), left))
+            k = tree.leavable(run, left)
             left -= k
-            clean = run.clean_tail(min(k, count))
+            clean = run.clean_tail(k if run.whole else min(k, count))
             if clean:
                 found.append((run, clean))
                 count -= clean

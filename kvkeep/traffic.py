@@ -55,7 +55,8 @@ class Traffic:
         self._manager = manager
         self.copies = Copies(self._gpu, manager, end)
         self.parking = Parking(parking, parking_first, self._gpu, self.copies)
-        self._load_of: npt.NDArray[Any] = np.empty(self._gpu.total, dtype=object)  # the load that brings a page
+        self._load_of: npt.NDArray[Any] = np.empty(0, dtype=object)  # the load that brings a page
+        self._fit()
         self._loads = 0
         self.costs = costs
         self.loads_declined = 0  # admissions that computed pages which host memory had
@@ -69,6 +70,13 @@ class Traffic:
             return host
         self.loads_declined += 1
         return host[:0]
+
+    def worth_loading(self, host: "array[int]", seconds: float) -> bool:
+        """Whether the bytes of an output are there, and loading them is faster than the `seconds` of computing it."""
+        if self._host.ready_head(host) < len(host):
+            return False
+        queued = self._manager.stats().queues.load_pages if self._loads else 0
+        return (self.costs.load_s_per_page or 0.0) * (len(host) + queued) <= seconds
 
     def begin_load(self, host: "array[int]") -> Copy:
         """Pins the sources of a load, so that making room for its targets cannot take them."""
@@ -96,7 +104,7 @@ class Traffic:
             covered, readers = 0, list[Copy]()
             while covered < late:
                 readers.append(drains[len(readers)])
-                covered += len(readers[-1].gpu)
+                covered += len(readers[-1].promised)
             self.copies.defer(rest, readers)
             self._take_up(rest)
         return True
@@ -114,6 +122,7 @@ class Traffic:
         self._gpu.load(copy.gpu)
         self._gpu.retain(copy.gpu, copy)
         self._tree.take_up(copy.host, copy.gpu)
+        self._fit()
         self._load_of[as_index(copy.gpu)] = copy
         self._loads += 1
 
@@ -122,9 +131,16 @@ class Traffic:
         self._host.release(copy.host, copy)
         self._offer(self._tier, copy.host)
 
+    def _fit(self) -> None:
+        """Has a place for every page and slot."""
+        more = self._gpu.ids - len(self._load_of)
+        if more:
+            self._load_of = np.concatenate([self._load_of, np.empty(more, dtype=object)])
+
     def join(self, pages: "array[int]", lease: Lease) -> None:
         """`lease` waits for the loads that bring any of its matched `pages`."""
         if self._loads and len(pages):
+            self._fit()
             for copy in set(self._load_of[as_index(pages)].tolist()) - {None}:
                 self.copies.wait(lease, copy)
 
@@ -187,7 +203,43 @@ class Traffic:
         if not self._send(copy):
             return False
         self._gpu.drain(copy.gpu, heir)
+        copy.promised = copy.gpu
         return True
+
+    def demote_whole(self, run: Run, count: int, heir: int) -> Copy | None:
+        """Copies an output down: it leaves the GPU, and `count` or fewer of its pages are `heir`'s, DRAINING.
+
+        None when there is no place for it, or no copies are made: it can only be dropped.
+        """
+        copy = self._copy_whole("demote", run, make_room=True)
+        if copy is None:
+            return None
+        pages, slots = self._gpu.split(self._tree.leave(run, len(run.pages)))
+        copy.promised = pages[:count]
+        self._gpu.drain(copy.promised, heir)
+        self._gpu.drop(pages[count:] + slots)
+        return copy
+
+    def _copy_whole(self, cause: Cause, run: Run, *, make_room: bool) -> Copy | None:
+        """Starts a copy down of an output; it has a host copy from now on.  None when there is no place, or no copy."""
+        pages, slots = self._gpu.split(run.pages)
+        rest = self._gpu.place(slots[0]).nbytes if slots else 0
+        need = len(pages) + (self._host.free_for_slot(rest) if rest else 0)
+        if (self._room(need, run.stamps[-1]) if make_room else self._host.free) < need:
+            return None
+        copy = self.copy_down(cause)
+        host = self._host.open(len(pages), copy)
+        if rest:
+            slot = self._host.open_slot(rest, copy)
+            if slot is None:  # what was freed to make room was in the page that had room for it
+                self._host.release(host, copy)
+                return None
+            host.append(slot)
+        self._host.load(host)
+        self._tree.put_down(run, 0, host)
+        copy.host.extend(host)
+        copy.gpu.extend(run.pages)
+        return copy if self._send(copy) else None
 
     @property
     def idle(self) -> bool:
@@ -199,23 +251,34 @@ class Traffic:
 
         Those of the `window` coldest may take places of other copies; those up to `ahead` only free ones.
         """
-        order, seen, looked_at, whole = self._tree.gpu.order, [], 0, True
+        order, seen, looked_at, all_of_it = self._tree.gpu.order, [], 0, True
+        outputs: list[Run] = []
         cold, next_ones, fit = self.copy_down("clean"), self.copy_down("clean"), self.fit
         ahead = max(window, min(ahead, window + self._host.free))
-        while whole and looked_at < ahead and (run := order.coldest()) is not None:
+        while all_of_it and looked_at < ahead and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)
-            count = self._gpu.idle_tail(run.pages, min(self._tree.coldest_stretch(run), ahead - looked_at))
+            count = self._tree.leavable(run, ahead - looked_at)
             inside = min(count, max(0, window - looked_at))
             looked_at += count
+            if run.whole:
+                if count and run.host is None:
+                    outputs.append(run)
+                continue
             # What a colder page did not get a hotter one must not take: the colder would take it over.
-            whole = self._clean_tail(cold, run, inside, fit, make_room=True)
-            if whole and count > inside:
-                whole = self._clean_tail(next_ones, run, count, fit - len(cold.gpu), make_room=False)
+            all_of_it = self._clean_tail(cold, run, inside, fit, make_room=True)
+            if all_of_it and count > inside:
+                all_of_it = self._clean_tail(next_ones, run, count, fit - len(cold.gpu), make_room=False)
         for run in seen:
             order.offer(run)
         sent = [copy for copy in (cold, next_ones) if copy.gpu and self._send(copy)]
-        return whole or not sent
+        for run in outputs:
+            copy = self._copy_whole("clean", run, make_room=True) if len(run.pages) <= self.fit else None
+            if copy is None:
+                all_of_it = False
+                break
+            sent.append(copy)
+        return all_of_it or not sent
 
     def _clean_tail(self, copy: Copy, run: Run, count: int, fit: int, *, make_room: bool) -> bool:
         """Adds what of the last `count` pages of `run` has no host copy to a copy of `fit` pages at most.
@@ -291,7 +354,8 @@ class Traffic:
         elif copy.cause == "promote":
             self._forget_load(copy)
             if done.ok:
-                self.costs.loaded(len(copy.gpu), done.copy_ns / 1e9)
+                if not done.plan.slots:
+                    self.costs.loaded(len(copy.gpu), done.copy_ns / 1e9)
                 self._landed(copy)
             else:
                 self._failed_load(copy)
@@ -334,7 +398,7 @@ class Traffic:
     @staticmethod
     def _may_inherit(lease: Lease, copy: Copy) -> bool:
         """Whether the lease waits for nothing else, and matched nothing behind the copy: it could not write there."""
-        return lease.copies == {copy} and lease.pages[lease.base - 1] in copy.gpu
+        return lease.base > 0 and lease.copies == {copy} and lease.pages[lease.base - 1] in copy.gpu
 
     def _shorten(self, heir: Lease, copy: Copy, depth: int) -> None:
         """`heir` computes the pages from `depth` on itself; their token ids come from the tree while it has them."""
@@ -382,17 +446,24 @@ class Traffic:
         """
         held = self.copies.pages_held_alone()
         shed = array("i")
+        outputs: list[array[int]] = []
         runs = {self._tree.gpu.run_of[page] for page in held} - {None}
         for run in sorted(runs, key=lambda run: (-run.start, run.serial)):  # a run's children before it
             count = 0 if run.gpu_children else len(run.pages)
+            if run.whole:
+                if held.issuperset(self._gpu.split(run.pages)[0]):  # who holds its pages holds its slot
+                    outputs.append(self._tree.leave(run, count))
+                    self._tree.offer_run(run)
+                continue
             k = 0
             while k < count and run.pages[count - 1 - k] in held:
                 k += 1
             if k:
                 shed.extend(self._tree.leave(run, k))
                 self._tree.offer_run(run)
-        self._gpu.drop(shed)
-        return bool(shed)
+        for pages in (shed, *outputs):
+            self._gpu.drop(pages)
+        return bool(shed or outputs)
 
     def _offer(self, tier: TierMap, pages: "array[int]") -> None:
         for run in self._runs(tier, pages):

@@ -64,16 +64,34 @@ class Doubles:
         for _ in range(len(self)):
             run = next(reversed(self._promoted)) if self._promoted else next(iter(self._others))
             self.discard(run)
+            if run.whole:
+                free = tier.ledger.free
+                if run.host is not None and _whole_to_go(tree, run, bound):
+                    tree.lose_host(run.host[0])
+                    count -= tier.ledger.free - free
+                else:
+                    vain += 1
+                continue
             found, left = _to_go(tree, run, count - len(gone), bound)
             gone.extend(found)
             if left:
                 self._others[run] = None
             vain += not found
-            if len(gone) == count or vain == LOOK_MAX:
+            if len(gone) >= count or vain == LOOK_MAX:
                 break
         tier.remove(gone)
         tier.ledger.drop(gone)
         return len(gone)
+
+
+def _whole_to_go(tree: "RunTree", run: Run, bound: float) -> bool:
+    """Whether the host copy of an output may go, and the one on the GPU stays."""
+    tier = tree.host
+    if tier is None or not run.pages or run.host is None:
+        return False
+    if tier.ledger.idle_tail(run.host, len(run.host)) < len(run.host):
+        return False
+    return not tree.gpu.ledger.is_idle(run.pages[0]) or tier.order.rank(run.stamps[0]) < bound
 
 
 def _to_go(tree: "RunTree", run: Run, count: int, bound: float) -> tuple["array[int]", bool]:

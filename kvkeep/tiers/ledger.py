@@ -381,6 +381,16 @@ class Ledger:
         self._states[slot] = _OPEN
         return slot
 
+    def idle_pages_of(self, slots: "array[int]") -> int:
+        """How many pages with these slots, one at most in each, have idle slots only."""
+        found = self.slots
+        return sum(found.all_idle(found.page_of(slot)) for slot in slots) if found is not None else 0
+
+    def free_for_slot(self, nbytes: int) -> int:
+        """How many free pages it takes to open a slot of `nbytes` bytes: 0 or 1."""
+        assert self.slots is not None
+        return int(self.slots.has_room(nbytes) is None)
+
     def place(self, slot: int) -> SlotPlace:
         """Where a slot is."""
         assert self.slots is not None

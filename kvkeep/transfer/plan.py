@@ -4,7 +4,6 @@ Must not know how or when it is copied, nor what the pages hold.
 """
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -62,10 +61,11 @@ class Plan:
     slots: tuple[SlotCopy, ...] = ()
 
     def __post_init__(self) -> None:
-        _own(self, "sources", "i", self.sources)
-        _own(self, "targets", "i", self.targets)
-        _own(self, "source_generations", "q", self.source_generations)
-        _own(self, "target_generations", "q", self.target_generations)
+        own = object.__setattr__
+        own(self, "sources", array("i", self.sources))
+        own(self, "targets", array("i", self.targets))
+        own(self, "source_generations", array("q", self.source_generations))
+        own(self, "target_generations", array("q", self.target_generations))
         n = len(self.sources)
         if not n == len(self.targets) == len(self.source_generations) == len(self.target_generations):
             raise InvariantViolation(
@@ -73,7 +73,7 @@ class Plan:
                 f"{len(self.target_generations)} generations: all four must be of one length"
             )
         if self.slots:
-            object.__setattr__(self, "slots", tuple(self.slots))
+            own(self, "slots", tuple(self.slots))
             _check_slots(self)
         elif not n:
             raise InvariantViolation(f"a plan to {self.cause!r} nothing: it must have a page or a slot")
@@ -96,10 +96,6 @@ class Plan:
         """Bytes that it copies."""
         pages = len(self.sources) * page_nbytes
         return pages + sum(slot.nbytes for slot in self.slots) if self.slots else pages
-
-
-def _own(plan: Plan, name: str, typecode: Literal["i", "q"], values: Iterable[int]) -> None:
-    object.__setattr__(plan, name, array(typecode, values))
 
 
 def _check_slots(plan: Plan) -> None:

@@ -285,8 +285,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "plan-aliases-the-callers-array",
         PLAN,
-        "object.__setattr__(plan, name, array(typecode, values))",
-        "object.__setattr__(plan, name, values)",
+        'own(self, "targets", array("i", self.targets))',
+        'own(self, "targets", self.targets)',
         (PLAN_TESTS + "test_plan_keeps_its_own_page_ids",),
     ),
     Bug(

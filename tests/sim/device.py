@@ -8,14 +8,14 @@ when `finish_one` says so, in order, whatever has become of the page since: that
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvkeep.tiers.layout import PageLayout
-from kvkeep.tiers.memory import POISON_BYTE, Plane
+from kvkeep.tiers.memory import POISON_BYTE, Data, PageBytes, Plane
 from kvkeep.transfer.backend import NO_WAIT, After, Job
-from kvkeep.transfer.simulated import PendingWrite, SimulatedBackend
+from kvkeep.transfer.simulated import PagePart, PendingWrite, SimulatedBackend
 
 PAGE_SIZE = 2
 LAYOUT = PageLayout(layers=1, kv_heads=1, head_dim=1, page_size=PAGE_SIZE, dtype="float32")
@@ -46,6 +46,17 @@ class Copied(NamedTuple):
     positions: int
 
 
+class Written(NamedTuple):
+    """Bytes for a part of a page."""
+
+    page: int
+    offset: int
+    data: bytes
+
+
+Effect: TypeAlias = Cell | Copied | Written
+
+
 class Device:
     """`pages` pages of memory (a `PageMemory`) and the stream that writes them.
 
@@ -61,12 +72,12 @@ class Device:
         self._bytes = bytearray(pages * NBYTES)
         self._numbers = memoryview(self._bytes).cast("I")
         self.rows = np.frombuffer(self._bytes, dtype=np.uint8).reshape(pages, NBYTES)
-        self._stream: deque[tuple[PendingWrite | None, list[Cell | Copied]]] = deque()
+        self._stream: deque[tuple[PendingWrite | None, list[Effect]]] = deque()
         self._behind: set[Job] = set()  # what later writes in the stream come after
 
     # ------------------------------------------------------------------ the engine's side
 
-    def write(self, cells: Sequence[Cell]) -> None:
+    def forward(self, cells: Sequence[Cell]) -> None:
         """Queues the writes of a forward; `event` is done when they are."""
         if cells:
             self._launch({cell.page for cell in cells}, list(cells))
@@ -105,6 +116,15 @@ class Device:
         """In the stream, as on a device."""
         self._launch({target}, [Copied(source, target, count)])
 
+    def read(self, page: int, offset: int, nbytes: int) -> PageBytes:
+        """A view: of the bytes as they are now, and later."""
+        return self.rows[page, offset : offset + nbytes]
+
+    def write(self, page: int, offset: int, data: Data) -> None:
+        """In the stream, and only of those bytes."""
+        written = Written(page, offset, bytes(data))
+        self._launch((), [written], [(page, offset, len(written.data))])
+
     def page_bytes(self, page: int) -> bytes:
         """A page as it is now."""
         return bytes(self._bytes[page * NBYTES : (page + 1) * NBYTES])
@@ -120,8 +140,10 @@ class Device:
 
     # ------------------------------------------------------------------ inside
 
-    def _launch(self, targets: Iterable[int], effects: list[Cell | Copied]) -> None:
-        write = self.backend.writing(sorted(targets), self._behind) if self.backend is not None else None
+    def _launch(self, targets: Iterable[int], effects: list[Effect], parts: Iterable[PagePart] = ()) -> None:
+        write = None
+        if self.backend is not None:
+            write = self.backend.writing(sorted(targets), self._behind, parts=parts)
         for effect in effects:
             self.busy.update(_touched(effect))
         self._stream.append((write, effects))
@@ -130,12 +152,15 @@ class Device:
         elif write is not None:
             self.event = write
 
-    def _apply(self, effects: list[Cell | Copied]) -> None:
+    def _apply(self, effects: list[Effect]) -> None:
         numbers = self._numbers
         for effect in effects:
             if isinstance(effect, Cell):
                 at = effect.page * NUMBERS + effect.slot
                 numbers[at], numbers[at + PAGE_SIZE] = effect.kv, effect.kv ^ V_OF_K
+            elif isinstance(effect, Written):
+                at = effect.page * NBYTES + effect.offset
+                self._bytes[at : at + len(effect.data)] = effect.data
             else:
                 for at in (0, PAGE_SIZE):
                     for i in range(at, at + effect.positions):
@@ -146,5 +171,5 @@ class Device:
                     del self.busy[page]
 
 
-def _touched(effect: Cell | Copied) -> tuple[int, ...]:
-    return (effect.page,) if isinstance(effect, Cell) else (effect.source, effect.target)
+def _touched(effect: Effect) -> tuple[int, ...]:
+    return (effect.source, effect.target) if isinstance(effect, Copied) else (effect.page,)

@@ -249,7 +249,7 @@ class World:
     def _write(self, request: Request, cells: list[Cell]) -> None:
         for page in {cell.page for cell in cells}:
             assert self.cache._ledger.state(page) is State.OPEN, (request.handle, self.cache._ledger.story(page))
-        self.device.write(cells)
+        self.device.forward(cells)
         self.cache.fence(self.device.event)
 
     def _admitted(self, request: Request) -> None:

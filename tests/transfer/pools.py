@@ -7,7 +7,7 @@ import numpy as np
 
 from kvkeep.tiers.layout import PageLayout
 from kvkeep.tiers.memory import HostMemory, PageMemory
-from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan
+from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan, SlotCopy
 
 LAYOUT = PageLayout(layers=3, kv_heads=2, head_dim=4, page_size=2, dtype="float16")
 PAGES = 12
@@ -43,10 +43,23 @@ def fill_all(memory: PageMemory, pages: int, first: int) -> list[bytes]:
     return [memory.page_bytes(page) for page in range(pages)]
 
 
-def plan(cause: Cause, sources: Sequence[int], targets: Sequence[int]) -> Plan:
+def plan(cause: Cause, sources: Sequence[int], targets: Sequence[int], *slots: SlotCopy) -> Plan:
     """A plan whose generations are all 0."""
     zeros = array("q", bytes(8 * len(sources)))
-    return Plan(DIRECTION_OF[cause], cause, array("i", sources), array("i", targets), zeros, zeros)
+    return Plan(DIRECTION_OF[cause], cause, array("i", sources), array("i", targets), zeros, zeros, slots)
+
+
+def carried_out(what: Plan, device: Sequence[bytes], host: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """What pages of the two pools hold after a plan, when this is what they held before."""
+    sources, targets = (host, device) if what.direction == "h2d" else (device, host)
+    after = [bytearray(page) for page in targets]
+    for source, target in zip(what.sources, what.targets, strict=True):
+        after[target][:] = sources[source]
+    for slot in what.slots:
+        for i in range(slot.nbytes):
+            after[slot.target][slot.target_offset + i] = sources[slot.source][slot.source_offset + i]
+    written = [bytes(page) for page in after]
+    return (written, list(host)) if what.direction == "h2d" else (list(device), written)
 
 
 class Flag:

@@ -60,7 +60,7 @@ class Rig:
     def launch(self, plan: Plan, after: After = NO_WAIT) -> Job:
         """Launches a plan as a manager would."""
         self.settle()
-        job = Job(JobNumber(self._jobs), plan, after, len(plan) * self.backend.page_nbytes, 0.0)
+        job = Job(JobNumber(self._jobs), plan, after, plan.nbytes(self.backend.page_nbytes), 0.0)
         self._jobs += 1
         self.backend.launch(job)
         return job
@@ -119,6 +119,9 @@ def host_rig(kind: str) -> Iterator[Rig]:
         for route in backend._routes.values():
             for source, target in route:
                 source.flags.writeable = target.flags.writeable = False
+        for slots in backend._slot_routes.values():
+            for plane in slots.targets:
+                plane.flags.writeable = False
 
     rig = Rig(backend, device, host, lambda: backend.wait(0.01), lambda: end_thread(backend), fail_next)
     try:

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from itertools import permutations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvkeep.errors import InvariantViolation
 from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, JobNumber
-from kvkeep.transfer.plan import Cause
-from tests.transfer.pools import PAGES, content, fill, plan
+from kvkeep.transfer.plan import Cause, Plan, SlotCopy
+from tests.transfer.pools import LAYOUT, PAGES, carried_out, content, fill, plan
 from tests.transfer.rigs import MEMORIES, RIGS, Rig
 
 NEVER_BLOCKS_S = 2.0  # a backend that waited for an event that is never done would take for ever
@@ -106,6 +108,82 @@ def test_copy_time_is_measured(numpy_rig: Rig):
     assert 0 < outcome.copy_ns <= max(real, 10**9)
 
 
+# ---------------------------------------------------------------------- bytes of slots
+
+PAGE = LAYOUT.page_nbytes
+ONE_LAYER = PAGE // LAYOUT.layers
+K_OR_V = ONE_LAYER // 2
+
+SLOTS = {
+    "a part of one layer": [SlotCopy(7, 5, 2, 9, 11)],
+    "from one layer, into two": [SlotCopy(7, 3, 2, ONE_LAYER - 4, 10)],
+    "from three layers, into two": [SlotCopy(7, ONE_LAYER - 1, 2, K_OR_V, ONE_LAYER + 2)],
+    "ends where a layer does": [SlotCopy(7, ONE_LAYER - 8, 2, 2 * ONE_LAYER - 8, 8)],
+    "starts where a layer does": [SlotCopy(7, ONE_LAYER, 2, 0, 16)],
+    "one byte": [SlotCopy(7, 0, 2, PAGE - 1, 1)],
+    "all but a byte": [SlotCopy(7, 1, 2, 0, PAGE - 1)],
+    "a page": [SlotCopy(7, 0, 2, 0, PAGE)],
+    "several of one page, side by side": [
+        SlotCopy(7, 60, 2, 40, 20),
+        SlotCopy(7, 0, 2, 60, 60),
+        SlotCopy(8, 100, 2, 0, 40),
+        SlotCopy(7, 60, 3, 100, 20),
+    ],
+}
+
+
+def moves_just_its_bytes(rig: Rig, what: Plan) -> None:
+    """The plan's bytes arrive and no other byte of either pool changes."""
+    expected = carried_out(what, *rig.bytes())
+    job = rig.launch(what)
+    assert None is rig.finish(job)[job].error
+    assert expected == rig.bytes()
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=list(SLOTS))
+@pytest.mark.parametrize("cause", ["promote", "demote"])
+def test_slot_moves_its_bytes_and_no_others(rig: Rig, cause: Cause, slots: list[SlotCopy]):
+    """Of a plan of slots alone, each arrives at its own offset; its neighbours in the same page stay as they were."""
+    moves_just_its_bytes(rig, plan(cause, [], [], *slots))
+
+
+@pytest.mark.parametrize("cause", ["promote", "demote"])
+def test_slots_beside_pages(rig: Rig, cause: Cause):
+    """A plan of pages and slots moves both; a page may be copied whole and in part."""
+    slots = [SlotCopy(7, 20, 4, 100, 50), SlotCopy(1, 0, 4, 50, 50), SlotCopy(1, 100, 6, 0, 92)]
+    moves_just_its_bytes(rig, plan(cause, [1, 7, 0], [2, 3, 5], *slots))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Some pages and some slots whose targets do not overlap."""
+    page = st.integers(0, PAGES - 1)
+    targets = draw(st.lists(page, max_size=2, unique=True))
+    free = {target: set(range(PAGE)) for target in range(PAGES) if target not in targets}
+    slots = []
+    for _ in range(draw(st.integers(0 if targets else 1, 4))):
+        nbytes = draw(st.integers(1, PAGE))
+        offsets = st.integers(0, PAGE - nbytes)
+        slot = SlotCopy(draw(page), draw(offsets), draw(st.sampled_from([*free][:3])), draw(offsets), nbytes)
+        place = set(range(slot.target_offset, slot.target_offset + nbytes))
+        if place <= free[slot.target]:
+            free[slot.target] -= place
+            slots.append(slot)
+    sources = draw(st.lists(page, min_size=len(targets), max_size=len(targets)))
+    return plan(draw(st.sampled_from(["promote", "demote"])), sources, targets, *slots)
+
+
+def test_slots_of_any_place_and_size(rig: Rig):
+    """Whatever the offsets and sizes on either side."""
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(what=plans())
+    def any_plan(what: Plan) -> None:
+        moves_just_its_bytes(rig, what)
+
+    any_plan()
+
+
 # ---------------------------------------------------------------------- order
 
 
@@ -123,6 +201,19 @@ def test_copy_waits_for_its_event(rig: Rig):
     written.done = True
     rig.finish(job)
     assert content(77) == rig.bytes()[1][4]
+
+
+def test_slots_wait_for_their_event(rig: Rig):
+    """No byte of a slot is read before the event that its copy comes after; then the new ones are."""
+    written = rig.new_event()
+    job = rig.launch(plan("demote", [], [], SlotCopy(3, 10, 4, 20, 100)), after=written)
+    for _ in range(10):
+        rig.tick()
+    assert rig.host_bytes == rig.bytes()[1]
+    fill(rig.device, 3, 77)
+    written.done = True
+    rig.finish(job)
+    assert content(77)[10:110] == rig.bytes()[1][4][20:120]
 
 
 def test_load_waits_for_its_event(numpy_rig: Rig):
@@ -162,6 +253,50 @@ def test_failed_copy_is_an_outcome(rig: Rig):
     job = rig.launch(plan("promote", [1, 2], [3, 4]))
     outcome = rig.finish(job)[job]
     assert outcome.error
+
+
+@pytest.mark.parametrize("pages", [[], [1, 2]])
+def test_failed_copy_of_slots_leaves_their_neighbours(rig: Rig, pages: list[int]):
+    """It is an outcome, with pages and without; the other bytes of the slots' page are whole."""
+    rig.fail_next()
+    job = rig.launch(plan("promote", pages, pages, SlotCopy(3, 10, 4, 20, 100), SlotCopy(3, 0, 4, 150, 10)))
+    assert rig.finish(job)[job].error
+    page, before = rig.bytes()[0][4], rig.device_bytes[4]
+    assert (before[:20], before[120:150], before[160:]) == (page[:20], page[120:150], page[160:])
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [SlotCopy(-1, 0, 1, 0, 1)],
+        [SlotCopy(1, 0, -1, 0, 1)],
+        [SlotCopy(PAGES, 0, 1, 0, 1)],
+        [SlotCopy(1, 0, PAGES, 0, 1)],
+        [SlotCopy(1, -1, 1, 0, 1)],
+        [SlotCopy(1, 0, 1, -1, 1)],
+        [SlotCopy(1, 0, 1, 0, 0)],
+        [SlotCopy(1, PAGE - 4, 1, 0, 5)],
+        [SlotCopy(1, 0, 1, PAGE - 4, 5)],
+        [SlotCopy(1, 0, 1, 0, 5), SlotCopy(2, 0, 1, 4, 5)],
+        [SlotCopy(1, 0, 1, 4, 5), SlotCopy(2, 0, 3, 0, 9), SlotCopy(2, 0, 1, 0, 50)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pages", [[], [9]])
+def test_slot_outside_its_page_is_a_bug(numpy_rig: Rig, pages: list[int], slots: list[SlotCopy]):
+    """A slot that is not in its page or pool, or is written twice, stops the program instead of copying others'
+    bytes; no byte has moved."""
+    with pytest.raises(InvariantViolation, match=r"SlotCopy|pool of"):
+        numpy_rig.launch(plan("promote", pages, pages, *slots))
+    for _ in range(5):
+        numpy_rig.tick()
+    assert (numpy_rig.device_bytes, numpy_rig.host_bytes) == numpy_rig.bytes()
+
+
+def test_slot_of_a_page_copied_whole_is_a_bug():
+    """One of the two would overwrite the other."""
+    with pytest.raises(InvariantViolation, match="whole"):
+        plan("promote", [1, 2], [3, 9], SlotCopy(1, 0, 9, 0, 5))
 
 
 @pytest.mark.parametrize("page", [-1, PAGES])

@@ -9,14 +9,15 @@ import pytest
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.memory import PageMemory
+from kvkeep.transfer.addresses import Addresses
 from kvkeep.transfer.backend import NO_WAIT, After, BackendDied, Job, JobNumber, StillCopying
 from kvkeep.transfer.cuda import CudaBackend
 from kvkeep.transfer.cuda_api import CudaFault, Int64s
 from kvkeep.transfer.cuda_ways import CALIBRATION_ROUNDS, Descriptors, Way
 from kvkeep.transfer.manager import TransferManager
-from kvkeep.transfer.plan import Plan
+from kvkeep.transfer.plan import Plan, SlotCopy
 from tests.transfer.emulated import ComputeEvent, EmulatedDevice, EmulatedEvent, EmulatedStream
-from tests.transfer.pools import LAYOUT, PAGES, fill_all, plan
+from tests.transfer.pools import LAYOUT, PAGES, carried_out, fill_all, plan
 from tests.transfer.rigs import make_memory
 from tests.transfer.twin import kernel_twin
 
@@ -138,6 +139,106 @@ def test_pages_that_are_not_pinned_go_by_dma():
     bench.launch(plan("promote", [1], [2]))
     assert [None] == bench.settle()
     assert bench.host_bytes[1] == bench.device.page_bytes(2)
+
+
+SLOTS = (SlotCopy(1, 10, 2, 60, 100), SlotCopy(5, 0, 2, 20, 30))
+
+
+def calls_of(bench: Bench) -> list[str]:
+    """The copying calls that the backend makes from now on, in order."""
+    calls: list[str] = []
+    for name in ("copy", "copy_batch", "run"):
+        real = getattr(bench.api, name)
+
+        def called(*arguments: object, name: str = name, real: Callable[..., None] = real) -> None:
+            calls.append(name)
+            real(*arguments)
+
+        setattr(bench.api, name, called)
+    return calls
+
+
+def test_slots_are_copied_in_the_same_batch():
+    """Pages and slots are one call."""
+    bench = Bench("batch")
+    calls = calls_of(bench)
+    what = plan("promote", [1, 3], [4, 5], *SLOTS)
+    bench.launch(what)
+    assert 1 == calls.count("copy_batch") and "run" not in calls
+    assert [None] == bench.settle()
+    assert carried_out(what, bench.device_bytes, bench.host_bytes)[0] == [
+        bench.device.page_bytes(i) for i in range(PAGES)
+    ]
+
+
+@needs_compiler
+@pytest.mark.parametrize("pages", [[], [7, 8]])
+def test_slots_beside_a_kernel_are_plain_copies(pages: list[int]):
+    """The kernel moves whole pages; each part of a slot is a copy of its own, on the same stream; slots alone need no
+    kernel."""
+    bench = Bench("kernel")
+    calls = calls_of(bench)
+    what = plan("demote", pages, pages, *SLOTS)
+    bench.launch(what)
+    parts = 2 + 1  # bytes 10 to 110 of pages of layers of 64 bytes are in two, 0 to 30 in one
+    assert ["copy"] * parts + ["run"] * bool(pages) == calls
+    assert [None] == bench.settle()
+    assert carried_out(what, bench.device_bytes, bench.host_bytes)[1] == [
+        bench.host.page_bytes(i) for i in range(PAGES)
+    ]
+
+
+def test_slots_that_are_not_pinned_go_by_dma():
+    """A batch needs pinned memory, of slots too."""
+    bench = Bench("batch", pin=False)
+    calls = calls_of(bench)
+    bench.launch(plan("promote", [], [], *SLOTS))
+    assert {"copy"} == set(calls)
+    assert [None] == bench.settle()
+
+
+@needs_compiler
+def test_slots_that_fail_leave_no_descriptor_in_use():
+    """A job whose slots cannot be queued is a failure; the pinned ids that its pages would have had stay free."""
+    bench = Bench("kernel")
+    real = bench.api.copy
+
+    def fails(target: int, source: int, nbytes: int, stream: EmulatedStream) -> None:
+        raise CudaFault("invalid argument")
+
+    bench.api.copy = fails  # type: ignore[method-assign]
+    bench.launch(plan("promote", [1], [3], *SLOTS))
+    assert ["invalid argument"] == bench.settle()
+    bench.api.copy = real  # type: ignore[method-assign]
+    descriptors = bench.backend._copier._descriptors
+    assert descriptors is not None and {} == descriptors._nbytes
+
+
+@needs_compiler
+def test_slots_without_room_for_a_descriptor_are_copied_once():
+    """Where the kernel's page ids find no room, pages go by plain copies too; slots are not copied again with them."""
+    bench = Bench("kernel")
+    descriptors = bench.backend._copier._descriptors
+    assert descriptors is not None
+    descriptors.take = lambda ids: 0  # type: ignore[method-assign]
+    calls = calls_of(bench)
+    what = plan("promote", [7], [8], *SLOTS)
+    bench.launch(what)
+    parts = 3 + 1  # bytes 60 to 160 of pages of layers of 64 bytes are in three, 20 to 50 in one
+    assert ["copy"] * (parts + LAYOUT.layers) == calls
+    assert [None] == bench.settle()
+    assert carried_out(what, bench.device_bytes, bench.host_bytes)[0] == [
+        bench.device.page_bytes(i) for i in range(PAGES)
+    ]
+
+
+def test_slots_beyond_32_bits():
+    """Offsets in pools of many gigabytes stay whole numbers of 64 bits, on either side."""
+    where = Addresses((2**40, 2**41), (3 * 2**20, 5 * 2**20), (2**20, 2**19), 2**42, 2**21, 10**6)
+    on_device, on_host, sizes = where.of_slots([SlotCopy(900_000, 2**20 - 3, 800_000, 7, 10)], to_host=True)
+    host = 2**42 + 800_000 * 2**21 + 7
+    first, second = 2**40 + 900_000 * 3 * 2**20 + 2**20 - 3, 2**41 + 900_000 * 5 * 2**20
+    assert ([first, second], [host, host + 3], [3, 7]) == (on_device.tolist(), on_host.tolist(), sizes.tolist())
 
 
 class Counting(EmulatedDevice):

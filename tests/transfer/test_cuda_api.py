@@ -21,6 +21,7 @@ from kvkeep.transfer.cuda import CudaBackend
 from kvkeep.transfer import cuda_api
 from kvkeep.transfer.cuda_api import CudaApi
 from kvkeep.transfer.manager import TransferManager
+from kvkeep.transfer.plan import SlotCopy
 from tests.transfer.pools import LAYOUT, PAGES, fill_all, plan
 from tests.transfer.rigs import make_memory
 
@@ -35,18 +36,27 @@ backend = CudaBackend(api, device, pool, way=way)
 manager = TransferManager(backend, bytes_in_flight_max=10**6, queue_pages_max=99, deadline_s=60.0)
 pages = list(range(PAGES))
 
+def copy(cause, *what):
+    manager.submit(plan(cause, *what), after=NO_WAIT)
+    done = []
+    while not done:
+        done = manager.poll()
+    assert [None] == [one.error for one in done], done
+    assert done[0].copy_ns > 0
+
 def move():
-    for cause, sources, targets in (("demote", pages, pages[::-1]), ("promote", pages[::-1], pages)):
-        manager.submit(plan(cause, sources, targets), after=NO_WAIT)
-        done = []
-        while not done:
-            done = manager.poll()
-        assert [None] == [one.error for one in done], done
-        assert done[0].copy_ns > 0
-        if cause == "demote":
-            device.poison(pages)
+    copy("demote", pages, pages[::-1])
+    device.poison(pages)
+    copy("promote", pages[::-1], pages)
+
+def move_slots(*pages):
+    copy("demote", pages, pages, SlotCopy(0, 0, 11, 20, 150), SlotCopy(0, 150, 10, 0, 42))
+    device.poison([0, *pages])
+    copy("promote", pages, pages, SlotCopy(11, 20, 0, 0, 150), SlotCopy(10, 0, 0, 150, 42))
 
 move()
+move_slots(4, 7)
+move_slots()
 mover = threading.Thread(target=move)  # a thread that has never had a context
 mover.start()
 mover.join()
@@ -101,8 +111,8 @@ def round_trip(driver: Path, way: str, **environment: str) -> "subprocess.Comple
 
 @pytest.mark.parametrize("way", ["dma", "batch", "kernel"])
 def test_pages_go_down_and_come_back(driver: Path, way: str):
-    """Pinning, streams, events and each way of copying say to the driver what it understands; pages come back bit for
-    bit, from threads of every kind, and no thread is left on another context than it had."""
+    """Pinning, streams, events and each way of copying say to the driver what it understands; pages and slots come back
+    bit for bit, from threads of every kind, and no thread is left on another context than it had."""
     done = round_trip(driver, way)
     assert (0, f"moved by {{'h2d': '{way}', 'd2h': '{way}'}}\n") == (done.returncode, done.stdout), done.stderr
 

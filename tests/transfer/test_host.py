@@ -13,7 +13,7 @@ from kvkeep.tiers.layout import PageLayout
 from kvkeep.tiers.memory import HostMemory
 from kvkeep.transfer.backend import NO_WAIT, After, Job, JobNumber, Outcome
 from kvkeep.transfer.host import TASK_NBYTES, HostBackend
-from kvkeep.transfer.plan import Plan
+from kvkeep.transfer.plan import Plan, SlotCopy
 from tests.transfer.pools import PAGES, host_memory, plan
 
 PATIENCE_S = 20.0
@@ -134,6 +134,47 @@ def test_close_ends_its_threads():
     (outcome,) = backend.close(PATIENCE_S)
     assert outcome.error is not None and "cut short" in outcome.error
     assert before == set(threading.enumerate())
+
+
+def test_close_cuts_slots_short(backends: list[HostBackend]):
+    """What is left of a job when the page at hand is done are its slots: they are not copied, and it says so."""
+    device, host = host_memory(), host_memory()
+    host.rows[:] = 7
+    backend = HostBackend(device, host, threads=1)
+    begun = threading.Event()
+
+    def until_close(page: int) -> None:
+        begun.set()
+        until = time.monotonic() + PATIENCE_S
+        while not backend._stopping:
+            assert time.monotonic() < until
+
+    watch(backend, until_close)
+    backend.launch(job(0, plan("promote", [0], [0], SlotCopy(1, 0, 1, 0, 10))))
+    assert begun.wait(PATIENCE_S)
+    (outcome,) = backend.close(PATIENCE_S)
+    assert outcome.error is not None and "cut short" in outcome.error
+    assert (7, 0) == (device.rows[0].max(), device.rows[1].max())
+
+
+def test_slots_are_copied_once(backends: list[HostBackend]):
+    """Of a job that is cut into many tasks, one copies the slots."""
+    memory = [HostMemory(np.zeros((5, LARGE.page_nbytes), dtype=np.uint8), LARGE) for _ in range(2)]
+    backend = HostBackend(*memory, threads=2)
+    backends.append(backend)
+    asked: list[SlotCopy] = []
+    route = backend._slot_routes["h2d"]
+    real = route.views
+
+    def counted(slot: SlotCopy) -> Any:
+        asked.append(slot)
+        return real(slot)
+
+    route.views = counted  # type: ignore[method-assign]
+    slots = [SlotCopy(4, 0, 4, 9, 100), SlotCopy(4, 200, 4, 500, 100)]
+    backend.launch(job(0, plan("promote", [0, 1, 2], [0, 1, 2], *slots)))
+    assert [None] == [outcome.error for outcome in finish(backend, 1)]
+    assert slots == asked
 
 
 def test_device_memory_is_refused():

@@ -14,7 +14,7 @@ from tests.transfer.pools import host_memory
 def test_plan_keeps_its_own_page_ids():
     """What a caller does to its arrays afterwards does not show in the plan."""
     ids = [array("i", [1, 2]), array("i", [3, 4]), array("q", [5, 6]), array("q", [7, 8])]
-    made = Plan("h2d", "promote", *ids)
+    made = Plan("h2d", "promote", ids[0], ids[1], ids[2], ids[3])
     for one in ids:
         one[0] = 99
         one.append(100)

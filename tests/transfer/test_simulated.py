@@ -5,7 +5,7 @@ import pytest
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.tiers.memory import POISON_BYTE
 from kvkeep.transfer.backend import NO_WAIT, After, Job, JobNumber
-from kvkeep.transfer.plan import Plan
+from kvkeep.transfer.plan import Plan, SlotCopy
 from kvkeep.transfer.simulated import SimulatedBackend, When
 from tests.transfer.pools import LAYOUT, PAGES, Flag, content, fill, fill_all, host_memory, plan
 
@@ -65,6 +65,84 @@ def test_failed_copy_leaves_garbage():
     arrived = [bench.device.page_bytes(page) for page in (4, 5, 6)]
     assert arrived != bench.host_bytes[1:4]
     assert set(arrived) <= {GARBAGE, *bench.host_bytes[1:4]}
+
+
+SLOT = SlotCopy(1, 10, 2, 20, 100)
+
+
+@pytest.mark.parametrize(
+    ("when", "read"), [(When.EARLY, "at launch"), (When.SPLIT, "at launch"), (When.LATE, "at the end")]
+)
+def test_slots_are_read_at_the_first_or_the_last_moment(when: When, read: str):
+    """As pages are; until they land their targets, and nothing beside them, hold garbage."""
+    bench = Bench(when)
+    bench.launch(plan("promote", [], [], SLOT))
+    before, page = bench.device_bytes[2], bench.device.page_bytes(2)
+    assert (before[:20], before[120:]) == (page[:20], page[120:])
+    assert (bench.host_bytes[1][10:110] if when is When.EARLY else GARBAGE[:100]) == page[20:120]
+    fill(bench.host, 1, 77)
+    assert [(0, None)] == bench.run()
+    source = content(77) if read == "at the end" else bench.host_bytes[1]
+    assert source[10:110] == bench.device.page_bytes(2)[20:120]
+
+
+def test_failed_copy_of_slots_leaves_garbage():
+    """At least one page or slot of a copy that failed has not arrived, whichever the seed."""
+    for seed in range(10):
+        bench = Bench(seed=seed, fail_rate=1.0)
+        bench.launch(plan("promote", [3], [4], SLOT, SlotCopy(1, 0, 2, 120, 10)))
+        ((_, error),) = bench.run()
+        page = bench.device.page_bytes(2)
+        assert error is not None
+        assert GARBAGE[:10] == page[120:130] or GARBAGE == bench.device.page_bytes(4)
+        assert page[20:120] in (GARBAGE[:100], bench.host_bytes[1][10:110])
+
+
+def test_copies_of_one_pages_slots_may_overlap_in_time():
+    """Jobs, and a write, that use other bytes of the same page are nobody's mistake."""
+    for seed in range(10):
+        bench = Bench(seed=seed)
+        bench.launch(plan("promote", [], [], SlotCopy(1, 0, 2, 0, 50)))
+        bench.backend.writing([], parts=[(2, 150, 10)])
+        bench.launch(plan("promote", [], [], SlotCopy(1, 0, 2, 50, 50)))
+        bench.launch(plan("demote", [], [], SlotCopy(2, 100, 3, 0, 50)))
+        assert 3 == len(bench.run())
+        page, before = bench.device.page_bytes(2), bench.device_bytes[2]
+        assert bench.host_bytes[1][:50] * 2 + before[100:] == page
+        assert before[100:150] == bench.host.page_bytes(3)[:50]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (plan("promote", [], [], SLOT), plan("promote", [], [], SlotCopy(3, 0, 2, 119, 5))),
+        (plan("promote", [], [], SLOT), plan("promote", [], [], SlotCopy(3, 0, 2, 0, 21))),
+        (plan("promote", [], [], SLOT), plan("demote", [], [], SlotCopy(2, 100, 5, 0, 5))),
+        (plan("promote", [], [], SLOT), plan("promote", [3], [2])),
+        (plan("promote", [3], [2]), plan("promote", [], [], SLOT)),
+        (plan("demote", [2], [3]), plan("promote", [], [], SLOT)),
+        (plan("promote", [], [], SLOT), plan("demote", [1], [1])),
+    ],
+)
+def test_overlapping_slots_are_seen(one: Plan, other: Plan):
+    """One writes bytes that the other writes or reads, in part or in a whole page."""
+    bench = Bench(When.LATE)
+    bench.launch(one)
+    with pytest.raises(InvariantViolation, match=r"while Job 0 .* does"):
+        bench.launch(other)
+
+
+@pytest.mark.parametrize("part", [(2, 119, 1), (2, 0, 21), (2, 0, 192)])
+def test_slot_that_is_being_written_is_seen(part: tuple[int, int, int]):
+    """In either order: a copy of bytes that are being written, a write of bytes that are being copied."""
+    bench = Bench(When.LATE)
+    bench.backend.writing([], parts=[part])
+    with pytest.raises(InvariantViolation, match="missing barrier"):
+        bench.launch(plan("promote", [], [], SLOT))
+    bench = Bench(When.LATE)
+    bench.launch(plan("promote", [], [], SLOT))
+    with pytest.raises(InvariantViolation, match="uses"):
+        bench.backend.writing([], parts=[part])
 
 
 def transcript(seed: int) -> list[object]:
@@ -179,5 +257,10 @@ def test_pools_without_bytes_work_too():
     (outcome,) = backend.completions()
     assert (job, None) == (outcome.job, outcome.error)
     assert backend.clock() > 0.0
+    job = Job(JobNumber(1), plan("promote", [], [], SlotCopy(10**6, 0, 1, 500, 500)), NO_WAIT, 500, 0.0)
+    backend.launch(job)
+    while backend.step():
+        pass
+    assert [None] == [outcome.error for outcome in backend.completions()]
     with pytest.raises(BadInput, match="page_nbytes"):
         SimulatedBackend()
