@@ -12,8 +12,8 @@ Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
 Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
 the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
 
-A slot (`slots.py`) is a page of its own to all of this, with an id behind those of the pages; in a batch slots stand at
-the end.  The page that slots are in is OPEN and owned by `SLOTS` until the last of them is FREE.
+A slot (`slots.py`) is a page of its own to all of this, with an id behind those of the pages; among one owner's pages
+slots stand at the end.  The page that slots are in is OPEN and owned by `SLOTS` until the last of them is FREE.
 """
 
 from array import array
@@ -397,11 +397,10 @@ class Ledger:
         return self.slots.place(slot)
 
     def split(self, pages: "array[int]") -> tuple["array[int]", "array[int]"]:
-        """A batch's pages, and its slots."""
-        count = len(pages)
-        while count and pages[count - 1] >= self.total:
-            count -= 1
-        return pages[:count], pages[count:]
+        """A batch's pages, and its slots: a batch of several outputs has them anywhere."""
+        if not pages or max(pages) < self.total:
+            return pages, array("i")
+        return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)
 
     def _count_idle_slots(self, pages: "array[int]") -> None:
         """`idle` has counted slots of a batch as if they were pages."""

@@ -296,6 +296,33 @@ def test_slots_of_a_page_leave_one_by_one(encoder: EncoderCache, cache: TieredCa
     assert cache.stats().pages_free == PAGES
 
 
+def test_many_outputs_leave_at_once(encoder: EncoderCache, cache: TieredCache) -> None:
+    """Pages and slots of several outputs leave in one batch: no slot is handed out as a page."""
+    computed = [Encoder((1024 + 100 * i,), seed=i) for i in range(1, 9)]  # a page and a slot each
+    for i, compute in enumerate(computed):
+        put(encoder, i, compute)
+    large = Encoder((8 * 1024,))
+    put(encoder, 9, large)
+    cache.check_invariants()
+    assert cache.outputs().stats().outputs < 6
+    for i, compute in [*enumerate(computed), (9, large)]:
+        found = encoder.get(digest(i))
+        if found is not None:
+            with found:
+                assert compute.same(found.tensors)
+
+
+def test_reset_forgets_many_outputs(encoder: EncoderCache, cache: TieredCache) -> None:
+    for i in range(5):
+        put(encoder, i, Encoder((1024 + 100 * i,)))
+    cache.reset()
+    cache.check_invariants()
+    assert cache.stats().pages_free == PAGES
+    for i in range(5):
+        put(encoder, i, Encoder((1024 + 100 * i,)))
+    cache.check_invariants()
+
+
 def test_reset_forgets_outputs(encoder: EncoderCache, cache: TieredCache) -> None:
     put(encoder, 1, Encoder((1500,)))
     report = cache.reset()
