@@ -27,7 +27,8 @@ BUGS: tuple[Bug, ...] = (
         "media-geometry-not-compared",
         COMPARE,
         "if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):",
-        "if depth <= d < depth + same and [m.digest for m in theirs[d]] != [m.digest for m in ours[d]]:",
+        "if depth <= d < depth + same and "
+        "[m.digest for m in theirs.get(d, ())] != [m.digest for m in ours.get(d, ())]:",
         (ITEM_TESTS + "test_a_prompt_matches_up_to_the_first_page_whose_media_differ",),
     ),
     Bug(
