@@ -117,7 +117,7 @@ class _Memo:
     def of_bytes(self, content: bytes) -> bytes | None:
         with self._lock:
             found = self._by_id.get(id(content))
-            if found is None or found[0] is not content:
+            if found is None:
                 return None
             self._by_id.move_to_end(id(content))
             return found[1]

@@ -20,7 +20,7 @@ from kvkeep.errors import BadInput
 from kvkeep.media.canonical import canonical
 
 #: Bytes that are read, or brought into one piece, at a time.
-BLOCK_NBYTES = 1 << 20
+BLOCK_NBYTES = 1 << 18
 
 _RAW = b"bytes"
 _ORIENTATION = 0x0112  # in EXIF
@@ -64,7 +64,7 @@ def outline(source: Any) -> tuple[Any, ...]:
     """What is seen of a source at once, in a microsecond: type, dtype or mode, shape or size."""
     shape = getattr(source, "shape", None)
     if shape is not None:
-        return (type(source), source.dtype, shape)
+        return (type(source), getattr(source, "dtype", None), shape)
     if _is_a(source, "PIL.Image", "Image"):
         return (type(source), source.mode, source.size)
     return (type(source),)
