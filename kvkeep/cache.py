@@ -118,17 +118,9 @@ class TieredCache:
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._counting = Counting()
         self._admission = Admission(
-            self._tree,
-            self._ledger,
-            self._room,
-            self._storing,
-            self._traffic,
-            self._leases,
-            config.page_size,
-            self._counting,
-            misses,
-            self._order_behind,
-        )
+            self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
+            self._counting, misses, self._order_behind,
+        )  # fmt: skip
         self._outputs: Outputs | None = None
 
     # ------------------------------------------------------------------ the life of a request
