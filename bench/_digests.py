@@ -7,7 +7,7 @@ import base64
 import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,8 @@ def _of_libraries(array: Any) -> dict[str, tuple[str, Any]]:
 def hashes() -> dict[str, Callable[[bytes], Any]]:
     """The hash that digests are made with, and others that might be; BLAKE3 where it is installed."""
     found: dict[str, Callable[[bytes], Any]] = {"sha256": sha256, "blake2b": blake2b}
-    try:
+    with suppress(ModuleNotFoundError):
         found["blake3"] = importlib.import_module("blake3").blake3
-    except ModuleNotFoundError:
-        pass
     return found
 
 
