@@ -90,7 +90,8 @@ class Request:
     preemptions: how often its pages were taken.   suspensions: of those, how often they were copied to host memory.
     recomputed_len: tokens computed once more after preemptions.   hole_len: of those, ones before KV that was kept.
     images: of the prompt.   media: the same as the cache knows them.   encoded: times that the vision tower ran for it.
-    features_found: times that features of an image of it were in the encoder cache.
+    features_found: times that features of an image of it were in the encoder cache.   features_from_host: of those,
+        the ones that were in host memory.
     ticket: what the cache keeps of it while it is suspended.
     holes: ranges of positions below `kv_len` that are to be computed again after a suspension.
     starved: it sits out, since the page for its last token is still being copied.
@@ -123,6 +124,7 @@ class Request:
     suspensions: int = 0
     encoded: int = 0
     features_found: int = 0
+    features_from_host: int = 0
     finish_reason: Literal["stop", "length"] | None = None
     submitted_ns: int = field(default_factory=time.perf_counter_ns)
     first_token_ns: int | None = None

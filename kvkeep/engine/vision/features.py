@@ -107,5 +107,6 @@ class ImageFeatures:
             return compute()
         output = self._outputs(request.salt).get_or_compute(image.digest, compute)
         request.features_found += output.source in ("gpu", "cpu")
+        request.features_from_host += output.source == "cpu"
         holding.append(output)
         return output.tensor
