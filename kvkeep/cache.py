@@ -359,8 +359,7 @@ class TieredCache:
         done = self.transfers.poll()
         with self._lock:
             self._apply(done)
-            if self._ledger.free < self._room.ahead:
-                self._traffic.clean(self._room.window, self._room.ahead)
+            self._room.clean()
         self.transfers.start()
         return len(done)
 

@@ -24,7 +24,9 @@ from kvkeep.traffic import Traffic
 WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
 #: How often an admission that takes as many pages as the window has looks through it for pages with a host copy: for
 #: each page it looks at no more runs than that.
-LOOKS_A_WINDOW = 4
+LOOKS_A_WINDOW = 2
+#: Into how many parts the window is cut: so many pages leave before it is looked through again for pages to copy down.
+CLEAN_PARTS = 8
 #: Where one of the last admissions asked for more than that, as many are kept copied down: the next may ask for them.
 ADMISSIONS_REMEMBERED = 16
 
@@ -63,6 +65,8 @@ class Room:
             self.window = min(self.window, tree.host.ledger.total // 4)
         self.ahead = self.window
         self._asked: deque[int] = deque(maxlen=ADMISSIONS_REMEMBERED)
+        self._admissions = 0
+        self._clean_at: tuple[int, int, int] | None = None  # what there was when all that may be copied down had been
         self.pages_evicted = 0
         self.pages_demoted = 0
         self.pages_lost = 0
@@ -120,8 +124,21 @@ class Room:
 
     # ------------------------------------------------------------------ two tiers
 
+    def clean(self) -> None:
+        """Has the coldest pages copied down ahead of need, while few are free.
+
+        Requests that begin or end, and pages that leave, change which are the coldest: else there is nothing to do.
+        """
+        traffic = self._traffic
+        if traffic is None or self._ledger.free >= self.ahead or not traffic.idle:
+            return
+        now = (self._admissions, len(self._leases), self.pages_evicted // max(1, self.window // CLEAN_PARTS))
+        if now != self._clean_at and traffic.clean(self.window, self.ahead):
+            self._clean_at = now
+
     def _expect(self, count: int) -> None:
         """An admission asks for `count` pages; others will ask for as many."""
+        self._admissions += 1
         if self._tree.host is not None:
             self._asked.append(count)
             largest = min(max(self._asked), WINDOW_PAGES_MAX, self._tree.host.ledger.total // 4)
@@ -132,6 +149,8 @@ class Room:
         tree, order = self._tree, self._tree.gpu.order
         out = array("i")
         look_at = count  # the window is looked through when no more than so many pages are short
+        down = traffic.copy_down("demote")
+        fit = min(traffic.fit, drains.count_max - drains.count) if drains is not None else 0
         while count > 0:
             run = order.coldest()
             if run is None:
@@ -151,20 +170,24 @@ class Room:
             if tails:
                 continue
             k = run.dirty_tail(len(run.pages), k)
-            copy = None
-            if drains is not None and drains.count < drains.count_max:
-                k = min(k, drains.count_max - drains.count)
-                copy = traffic.demote(run, k, owner)
-            if copy is None:
+            demoted = traffic.demote(down, run, k, fit - len(down.gpu)) if fit > len(down.gpu) else 0
+            if not demoted:
                 self.pages_lost += k
                 out.extend(self._leave(run, k, owner))
-                count -= k
-            else:
-                assert drains is not None
-                drains.add(copy)
-                self.pages_demoted += len(copy.gpu)
-                count -= len(copy.gpu)
+            count -= demoted or k
+        if down.gpu:
+            self._hand_down(down, owner, traffic, out, drains)
         return out
+
+    def _hand_down(self, down: Copy, owner: int, traffic: Traffic, out: "array[int]", drains: "Drains | None") -> None:
+        """The pages that `down` is to copy are the owner's: when they are copied, or now if they will not be."""
+        if drains is not None and traffic.hand_down(down, owner):
+            drains.add(down)
+            self.pages_demoted += len(down.gpu)
+        else:
+            self._ledger.recycle(down.gpu, owner)
+            self.pages_lost += len(down.gpu)
+            out.extend(down.gpu)
 
     def _leave(self, run: Run, count: int, owner: int) -> "array[int]":
         pages = self._tree.leave(run, count)

@@ -10,7 +10,7 @@ A copy owns its sources and its targets until the backend says that it is over.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -167,78 +167,103 @@ class Traffic:
 
     # ------------------------------------------------------------------ stores
 
-    def demote(self, run: Run, count: int, heir: int) -> Copy | None:
-        """Hands the last `count` or fewer GPU pages of `run`, which have no host copy, to `heir` while they are copied.
+    def demote(self, copy: Copy, run: Run, count: int, fit: int) -> int:
+        """Adds the last `count` or fewer GPU pages of `run`, which have no host copy, to a copy down: off the GPU.
 
-        None when there is no place for even one, or no room on the link: then the pages can only be dropped.
+        fit: how many still fit on the link.
+        Returns how many are added; 0 when there is no place for even one: then they can only be dropped.
         """
-        stamp = run.stretch(run.gpu_end - 1)[0]
-        count = self._room(min(count, self._manager.store_pages), stamp)
-        if not count:
-            return None
-        copy = self._store("demote", run, run.gpu_end - count, count)
-        if copy is None:
-            return None
-        self._gpu.drain(self._tree.leave(run, count), heir)
-        return copy
+        count = self._room(min(count, fit), run.stretch(run.gpu_end - 1)[0])
+        if count:
+            self._add(copy, run, run.gpu_end - count, count)
+            self._tree.leave(run, count)
+        return count
 
-    def clean(self, window: int, ahead: int) -> int:
-        """Copies down, if the link is idle, what of the coldest pages has no host copy; how many pages.
+    def hand_down(self, copy: Copy, heir: int) -> bool:
+        """Starts a copy down of pages that have left the GPU's index; they are `heir`'s, DRAINING.
+
+        False when no copies are made any more: the pages are the index's alone, and their entries are lost.
+        """
+        if not self._send(copy):
+            return False
+        self._gpu.drain(copy.gpu, heir)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy waits or runs, but for such as may never end."""
+        return self._manager.idle
+
+    def clean(self, window: int, ahead: int) -> bool:
+        """Copies down what of the coldest pages has no host copy; False when another call could copy more.
 
         Those of the `window` coldest may take places of other copies; those up to `ahead` only free ones.
         """
-        if not self._manager.idle:
-            return 0
-        free = self._host.free
-        return self._clean(window, None) or (self._clean(min(ahead, window + free), free) if free else 0)
-
-    def _clean(self, window: int, places: int | None) -> int:
-        """Copies down what of the `window` coldest pages has no host copy, `places` at most if that is not None."""
-        order, seen, total = self._tree.gpu.order, [], 0
-        while window > 0 and (run := order.coldest()) is not None:
+        order, seen, looked_at, whole = self._tree.gpu.order, [], 0, True
+        cold, next_ones, fit = self.copy_down("clean"), self.copy_down("clean"), self.fit
+        ahead = max(window, ahead) if self._host.free else window
+        while whole and looked_at < ahead and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)
-            count = self._gpu.idle_tail(run.pages, min(self._tree.coldest_stretch(run), window))
-            window -= count
-            dirty, copied = self._clean_tail(run, count, places)
-            total += copied
-            if places is not None:
-                places -= copied
-            if copied < dirty:
-                break  # what a colder page did not get a hotter one must not take: the colder would take it over
+            count = self._gpu.idle_tail(run.pages, min(self._tree.coldest_stretch(run), ahead - looked_at))
+            inside = min(count, max(0, window - looked_at))
+            looked_at += count
+            # What a colder page did not get a hotter one must not take: the colder would take it over.
+            whole = self._clean_tail(cold, run, inside, fit, make_room=True)
+            if whole and count > inside:
+                whole = self._clean_tail(next_ones, run, count, fit - len(cold.gpu), make_room=False)
         for run in seen:
             order.offer(run)
-        return total
+        sent = [copy for copy in (cold, next_ones) if copy.gpu and self._send(copy)]
+        return whole or not sent
 
-    def _clean_tail(self, run: Run, count: int, places: int | None) -> tuple[int, int]:
-        """Copies down the pages of the last `count` of `run` that have no host copy, the deepest such stretch of them.
+    def _clean_tail(self, copy: Copy, run: Run, count: int, fit: int, *, make_room: bool) -> bool:
+        """Adds what of the last `count` pages of `run` has no host copy to a copy of `fit` pages at most.
 
-        Returns how many those are, and how many of them are copied.
+        That is the deepest such stretch of them.  False when not all of it is added.
         """
         clean = run.clean_tail(count)
         last = len(run.pages) - clean
         dirty = run.dirty_tail(last, count - clean)
-        count = min(dirty, self._manager.store_pages)
-        if places is not None:
-            count = min(count, places)
-        elif count:
-            count = self._room(count, run.stretch(run.start + last - 1)[0])
-        if not count or self._store("clean", run, run.start + last - count, count) is None:
-            return dirty, 0
-        return dirty, count
+        count = min(dirty, fit - len(copy.gpu))
+        if count:
+            stamp = run.stretch(run.start + last - 1)[0]
+            count = self._room(count, stamp) if make_room else min(count, self._host.free)
+        if count:
+            self._add(copy, run, run.start + last - count, count)
+        return count == dirty
 
-    def _store(self, cause: Cause, run: Run, depth: int, count: int) -> Copy | None:
-        """Starts to copy `count` pages of `run` from `depth` on into free host pages; None when that is refused."""
-        at = depth - run.start
-        copy = Copy(cause, run.pages[at : at + count], array("i"), self._host)
-        copy.host = self._host.open(count, copy)
-        if not self.copies.submit(copy):
-            self._host.release(copy.host, copy)
-            return None
-        self._host.load(copy.host)
-        self._tree.put_down(run, depth, copy.host)
-        self._gpu.retain(copy.gpu, copy)
-        return copy
+    @property
+    def fit(self) -> int:
+        """How many pages of a copy down fit on the link now."""
+        return self._manager.store_pages
+
+    def copy_down(self, cause: Cause) -> Copy:
+        """One to which pages of many runs are to be added."""
+        return Copy(cause, array("i"), array("i"), self._host)
+
+    def _add(self, copy: Copy, run: Run, depth: int, count: int) -> None:
+        """Adds `count` pages of `run` from `depth` on to a copy down; their entries have a host copy from now on."""
+        host = self._host.open(count, copy)
+        self._host.load(host)
+        self._tree.put_down(run, depth, host)
+        copy.host.extend(host)
+        copy.gpu.extend(run.pages[depth - run.start : depth - run.start + count])
+
+    def _send(self, copy: Copy) -> bool:
+        """Starts a copy down; False when it is refused, and those entries lose their host copies again."""
+        if self.copies.submit(copy):
+            self._gpu.retain(copy.gpu, copy)
+            return True
+        self._lose(copy)
+        return False
+
+    def _lose(self, copy: Copy) -> None:
+        """A copy down has not arrived."""
+        for page in copy.host:
+            if self._host.kept(page):
+                self._tree.lose_host(page, "failed")
+        self._host.hand_over(copy.host, copy)
 
     def _room(self, count: int, stamp: int) -> int:
         """Makes up to `count` host pages free for pages last used at `stamp`; how many are.
@@ -286,7 +311,7 @@ class Traffic:
         self._gpu.land(copy.gpu, copy)
         self._host.release(copy.host, copy)
         self.copies.let_go(copy)
-        self._tree.doubles.add(copy.host, promoted=True)
+        self._tree.doubles.add(self._runs(self._tier, copy.host), promoted=True)
         self._offer(self._tree.gpu, copy.gpu)
         self._offer(self._tier, copy.host)
 
@@ -322,12 +347,9 @@ class Traffic:
     def _stored(self, copy: Copy, ok: bool) -> None:
         if ok:
             self._host.land(copy.host, copy)
-            self._tree.doubles.add(copy.host)
+            self._tree.doubles.add(self._runs(self._tier, copy.host))
         else:
-            for page in copy.host:
-                if self._host.kept(page):
-                    self._tree.lose_host(page, "failed")
-            self._host.hand_over(copy.host, copy)
+            self._lose(copy)
         draining, resting = self._gpu.draining(copy.gpu)
         self._gpu.hand_over(draining, copy)
         self._gpu.release(resting, copy)
@@ -373,6 +395,12 @@ class Traffic:
         return bool(shed)
 
     def _offer(self, tier: TierMap, pages: "array[int]") -> None:
-        if len(pages):
-            for run in set(tier.run_of[as_index(pages)].tolist()) - {None}:
-                self._tree.offer_run(run)
+        for run in self._runs(tier, pages):
+            self._tree.offer_run(run)
+
+    @staticmethod
+    def _runs(tier: TierMap, pages: "array[int]") -> Iterable[Run]:
+        """The runs of those of these pages that are in the tree."""
+        found = dict.fromkeys(tier.run_of[as_index(pages)].tolist())
+        found.pop(None, None)
+        return found

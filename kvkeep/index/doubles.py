@@ -4,30 +4,49 @@ Must not know tokens or names.
 """
 
 from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvkeep.index.run import NOWHERE
+import numpy as np
+
+from kvkeep.index.run import NOWHERE, Run
 
 if TYPE_CHECKING:
     from kvkeep.index.runs import RunTree
 
-#: How many host copies that may not go a search for some that may looks at: 64 take about 20 us.
-LOOK_MAX = 64
+#: How many runs that may give up no copy a search for some that may looks at: 32 take about 30 us.
+LOOK_MAX = 32
 
 
 class Doubles:
-    """Host pages whose entries may have a GPU copy: first those that were loaded, the latest first, which are hot."""
+    """Runs with entries that may have both copies: first those that were loaded, the latest first, which are hot."""
 
     def __init__(self) -> None:
-        self._promoted: dict[int, None] = {}
-        self._others: dict[int, None] = {}  # in the order in which to look at them
+        self._promoted: dict[Run, None] = {}
+        self._others: dict[Run, None] = {}  # in the order in which to look at them
 
     def __len__(self) -> int:
         return len(self._promoted) + len(self._others)
 
-    def add(self, host: "array[int]", *, promoted: bool = False) -> None:
-        """The entries of these host pages, those that still are there, have a GPU copy as well."""
-        (self._promoted if promoted else self._others).update(dict.fromkeys(host))
+    def add(self, runs: Iterable[Run], *, promoted: bool = False) -> None:
+        """These have entries with both copies now."""
+        for run in runs:
+            if promoted:
+                self.discard(run)
+                self._promoted[run] = None
+            elif run not in self._promoted:
+                self._others[run] = None
+
+    def split(self, run: Run, head: Run) -> None:
+        """The first entries of `run` are in `head` now."""
+        for runs in (self._promoted, self._others):
+            if run in runs:
+                runs[head] = None
+
+    def discard(self, run: Run) -> None:
+        """`run` has no entries any more."""
+        self._promoted.pop(run, None)
+        self._others.pop(run, None)
 
     def clear(self) -> None:
         """Forgets them."""
@@ -37,29 +56,49 @@ class Doubles:
     def evict(self, tree: "RunTree", count: int, colder_than: int) -> int:
         """Frees up to `count` host pages whose GPU copy is in use, or leaves later than pages used at `colder_than`.
 
-        Looks at as many as it takes, and `LOOK_MAX` more; those that may not go now are looked at last.
+        Looks at as many runs as it takes, and `LOOK_MAX` more; those that keep some copies are looked at last.
         """
-        tier, gpu = tree.host, tree.gpu.ledger
+        tier = tree.host
         assert tier is not None
-        rank = tier.order.rank
-        bound, gone = rank(colder_than), array("i")
-        for _ in range(min(len(self), count + LOOK_MAX)):
-            if self._promoted:
-                page, _ = self._promoted.popitem()
-            else:
-                page = next(iter(self._others))
-                del self._others[page]
-            run, depth = tier.run_of[page], tier.depth_of[page]
-            if run is None or depth >= run.gpu_end or run.host[depth - run.start] != page:  # gone, or in `gone` already
-                continue
-            idle = gpu.is_idle(run.pages[depth - run.start])  # else it is in use: hot, whatever its stamp
-            if not tier.ledger.is_idle(page) or (idle and rank(run.stretch(depth)[0]) >= bound):
-                self._others[page] = None
-                continue
-            run.host[depth - run.start] = NOWHERE
-            gone.append(page)
-            if len(gone) == count:
+        bound, gone, vain = tier.order.rank(colder_than), array("i"), 0
+        for _ in range(len(self)):
+            run = next(reversed(self._promoted)) if self._promoted else next(iter(self._others))
+            self.discard(run)
+            found, left = _to_go(tree, run, count - len(gone), bound)
+            gone.extend(found)
+            if left:
+                self._others[run] = None
+            vain += not found
+            if len(gone) == count or vain == LOOK_MAX:
                 break
         tier.remove(gone)
         tier.ledger.drop(gone)
         return len(gone)
+
+
+def _to_go(tree: "RunTree", run: Run, count: int, bound: float) -> tuple["array[int]", bool]:
+    """Takes up to `count` host copies that may go from `run`, from its first page on: that one leaves the GPU last.
+
+    Returns them, and whether the run may have more entries with both copies.
+    """
+    tier, gpu = tree.host, tree.gpu.ledger
+    gone, on_gpu = array("i"), len(run.pages)
+    if tier is None or not on_gpu or run.host is None:
+        return gone, False
+    rank = tier.order.rank
+    hot = [rank(stamp) < bound for stamp in run.stamps]
+    if not any(hot) and gpu.is_idle(run.pages[0]):  # who uses a page uses those before it
+        return gone, True
+    both = np.array(run.host[:on_gpu])
+    both = (both != NOWHERE).nonzero()[0]
+    hot_until = max((end for end, h in zip(run.ends, hot, strict=True) if h), default=run.start) - run.start
+    for at in both.tolist():
+        page = run.host[at]
+        if at >= hot_until and gpu.is_idle(run.pages[at]):  # else it is in use: hot, whatever its stamp
+            break
+        if tier.ledger.is_idle(page):
+            run.host[at] = NOWHERE
+            gone.append(page)
+            if len(gone) == count:
+                break
+    return gone, len(gone) < len(both)

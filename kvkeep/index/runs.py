@@ -179,8 +179,7 @@ class RunTree:
                     if on_gpu < same:  # entries with a host copy only: ours becomes the GPU copy
                         twins = min(twins, done + on_gpu)
                         self.attach(run, pages[done + on_gpu : done + same])
-                        assert run.host is not None
-                        self.doubles.add(run.host[depth + on_gpu - run.start : depth + same - run.start])
+                        self.doubles.add((run,))
                     depth += same
                     done += same
                     last = run.pages[depth - run.start - 1]
@@ -367,6 +366,7 @@ class RunTree:
             self.host.remove(host, reason)
         for r in gone:
             r.pages, r.names, r.host, r.children = array("i"), array("Q"), None, None
+            self.doubles.discard(r)
         run.children, run.gpu_children = None, 0
         had_gpu = bool(run.pages)
         if at:
@@ -439,6 +439,7 @@ class RunTree:
         if self.host is not None and head.host is not None:
             host = np.array(head.host)
             self.host.run_of[host[host != NOWHERE]] = head
+            self.doubles.split(run, head)
         self.gpu.order.offer(head)
         return head
 
@@ -446,6 +447,7 @@ class RunTree:
         """Takes a leaf run, all of whose copies leave, out of the tree."""
         parent = parent_of(run)
         replace_child(run, None)
+        self.doubles.discard(run)
         parent.gpu_children -= had_gpu
         if parent.children:
             if not parent.gpu_children and parent.names:
