@@ -368,13 +368,6 @@ BUGS: tuple[Bug, ...] = (
         (FOUND + "test_as_many_pages_are_copied_down_ahead_as_an_admission_may_ask_for",),
     ),
     Bug(
-        "traffic-copies-far-ahead-take-places-of-others",
-        TRAFFIC,
-        "fit - len(cold.gpu), make_room=False)",
-        "fit - len(cold.gpu), make_room=True)",
-        (TIERS + "test_both_tiers_hit_what_lru_hits",),
-    ),
-    Bug(
         "room-copies-ahead-of-need-fill-a-small-tier",
         ROOM,
         "self.window = min(self.window, tree.host.ledger.total // 4)",
