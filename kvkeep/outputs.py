@@ -22,7 +22,7 @@ from kvkeep.index.runs import Place, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse
 from kvkeep.lease import Lease
 from kvkeep.room import Room
-from kvkeep.tiers.ledger import Ledger, page_ids
+from kvkeep.tiers.ledger import Ledger
 from kvkeep.traffic import Traffic
 
 #: What a caller expects of an output: shape and dtype of each of its tensors.
@@ -267,15 +267,8 @@ class Outputs:
 
     def _take(self, nbytes: int, owner: int) -> "array[int]":
         """OPEN pages and a slot for `nbytes` bytes, all or nothing; consecutive pages where they are free."""
-        count, rest = self._slots.cut(nbytes)
-        pages = page_ids(sorted(self._room.take_now(count, owner)))
-        if rest:
-            try:
-                pages.append(self._room.take_slot(rest, owner))
-            except OutOfPages:
-                self._ledger.release(pages, owner)
-                raise
-            self._tree.gpu.fit()
+        pages = self._room.take_whole(*self._slots.cut(nbytes), owner)
+        self._tree.gpu.fit()
         return pages
 
     def _load(self, run: Output, identity: Identity, number: int) -> Hold | None:

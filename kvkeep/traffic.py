@@ -72,8 +72,12 @@ class Traffic:
         return host[:0]
 
     def worth_loading(self, host: "array[int]", seconds: float) -> bool:
-        """Whether the bytes of an output are there, and loading them is faster than the `seconds` of computing it."""
-        if self._host.ready_head(host) < len(host):
+        """Whether the bytes of an output are there, and loading them is faster than the `seconds` of computing it.
+
+        Not where the load would be refused: no room is to be made for it then.
+        """
+        pages = len(self._host.split(host)[0])
+        if self._host.ready_head(host) < len(host) or not self._manager.takes_load(pages or 1):
             return False
         queued = self._manager.stats().queues.load_pages if self._loads else 0
         return (self.costs.load_s_per_page or 0.0) * (len(host) + queued) <= seconds
