@@ -147,7 +147,7 @@ class Room:
         """What cached pages leave for `owner`, `count` at most, or an output; None when none can."""
         if self._traffic is None:
             found = self._tree.evict(count)
-            self.pages_lost += len(found)
+            self.pages_lost += len(found) if self._ledger.slots is None else len(self._ledger.split(found)[0])
             return self._hand(found, count, owner) if found else None
         if self._tree.gpu.order.coldest() is None and not self._traffic.shed():
             return None
@@ -158,6 +158,7 @@ class Room:
         if self._ledger.slots is not None:
             pages, slots = self._ledger.split(pages)
             self._ledger.drop(pages[count:] + slots)
+            self.pages_evicted += len(pages[count:])
             del pages[count:]
         self._ledger.recycle(pages, owner)
         return pages
@@ -258,9 +259,10 @@ class Room:
             copy = traffic.demote_whole(run, given, owner) if count - given <= spared else None
             if copy is not None:
                 drains.add(copy)
-                self.pages_demoted += len(copy.gpu)
+                self.pages_demoted += len(pages)
+                self.pages_evicted += len(pages) - len(copy.promised)
                 return
-        self.pages_lost += len(run.pages)
+        self.pages_lost += len(self._ledger.split(run.pages)[0])
         out.extend(self._leave(run, len(run.pages), owner, count))
 
     def _leave(self, run: Run, count: int, owner: int, wanted: int) -> "array[int]":

@@ -369,8 +369,9 @@ class RunTree:
             if not k:
                 order.shelve(run)
                 continue
+            free = ledger.free
             self.cut(run, run.end - k)
-            done += k
+            done += ledger.free - free  # of a slot's page there may be more that is used
         return done
 
     def cut(self, run: Run, depth: int, reason: Reason = "evicted") -> None:

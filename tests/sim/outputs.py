@@ -155,10 +155,14 @@ class OutputWorld:
             return  # it was, and another one stayed
         tensors = tensors_of(occurrence.which, occurrence.form)
         run = find_output(self.world.cache._tree, hold.identity, record_of(occurrence.which))
-        self.world.seen["outputs stored over a host copy"] += run is not None and not run.pages
+        fresh = hold.epoch == self.outputs.epoch
+        self.world.seen["outputs stored over a host copy"] += fresh and run is not None and not run.pages
         self.outputs.store(hold, record_of(occurrence.which), tensors, seconds)
         self.world.seen["outputs stored"] += hold.output is not None
-        self.world.seen["outputs stored by another"] += hold.output is None
+        assert fresh or hold.output is None, "an output that began before a reset was stored"
+        assert not fresh or run is not None or hold.output is not None
+        self.world.seen["outputs stored by another"] += fresh and hold.output is None
+        self.world.seen["outputs too old to store"] += not fresh
 
     def release(self, handle: int) -> None:
         """An occurrence ends, whatever state it is in."""
