@@ -404,6 +404,12 @@ class Ledger:
         assert self.slots is not None
         return int(self.slots.has_room(nbytes) is None)
 
+    def pages_for_slot(self, nbytes: int) -> int:
+        """How many free or idle pages are fewer once a slot of `nbytes` bytes is open: 0 or 1."""
+        assert self.slots is not None
+        page = self.slots.has_room(nbytes)
+        return int(page is None or self.slots.all_idle(page))
+
     def place(self, slot: int) -> SlotPlace:
         """Where a slot is."""
         assert self.slots is not None

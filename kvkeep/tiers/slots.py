@@ -39,12 +39,15 @@ class SlottedPage:
 
 
 class Slots:
-    """The slots of one pool.   page_nbytes: bytes of a page.   first: the least slot id: how many pages there are."""
+    """The slots of one pool.
 
-    def __init__(self, page_nbytes: int, first: int) -> None:
-        step = GRANULES_MAX * ALIGN_NBYTES
+    page_nbytes: bytes of a page.   first: the least slot id: how many pages there are.   align_nbytes: of a granule.
+    """
+
+    def __init__(self, page_nbytes: int, first: int, *, align_nbytes: int = ALIGN_NBYTES) -> None:
+        step = GRANULES_MAX * align_nbytes
         self.page_nbytes = page_nbytes
-        self.granule_nbytes = -(-page_nbytes // step) * ALIGN_NBYTES
+        self.granule_nbytes = -(-page_nbytes // step) * align_nbytes
         self.granules = page_nbytes // self.granule_nbytes
         self.pages: dict[int, SlottedPage] = {}
         self._first = first
