@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 
+from kvkeep.costs import Costs
 from kvkeep.errors import BadInput, OutOfPages
 from kvkeep.index.hints import Hint
 from kvkeep.index.names import Identity
@@ -76,7 +77,7 @@ class Outputs:
     """The encoder outputs of one cache.
 
     lock, tree, room, traffic, leases: the cache's.   numbers: of leases.   end: ends a lease, under the lock.
-    page_nbytes: bytes of a page, in both tiers.
+    costs: what computing KV takes.   page_nbytes: bytes of a page, in both tiers.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Outputs:
         leases: dict[int, Lease],
         numbers: Iterator[int],
         end: Callable[[Lease], None],
+        costs: Costs,
         page_nbytes: int,
     ) -> None:
         self._lock = lock
@@ -98,6 +100,7 @@ class Outputs:
         self._leases = leases
         self._numbers = numbers
         self._end = end
+        self._costs = costs
         self._slots = self._ledger.allow_slots(page_nbytes)
         if tree.host is not None:
             tree.host.ledger.allow_slots(page_nbytes)
@@ -262,6 +265,7 @@ class Outputs:
         again = run.use is not None
         path = PathUse(self._tree.stamp(place), run, run.end, run.end if again else 0, run.key, run.names, run.began, 0)
         run.use = self._uses.used(path)
+        run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)
         if run.hint is not None:
             self._uses.hint(run.use, run.hint)
 
