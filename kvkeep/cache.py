@@ -21,19 +21,18 @@ from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
+from kvkeep.index.media import NO_MEDIA, MediaItem, check_ends, place_media, whole_holes
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Hash64,
     Identities,
-    MediaItem,
     TokenIds,
     as_int32,
     as_token_ids,
     fingerprint_bytes,
     frame,
     hash64,
-    page_media,
     self_test,
 )
 from kvkeep.index.orders import make_order
@@ -120,17 +119,9 @@ class TieredCache:
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._counting = Counting()
         self._admission = Admission(
-            self._tree,
-            self._ledger,
-            self._room,
-            self._storing,
-            self._traffic,
-            self._leases,
-            config.page_size,
-            self._counting,
-            misses,
-            self._order_behind,
-        )
+            self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
+            self._counting, misses, self._order_behind,
+        )  # fmt: skip
         self._outputs: Outputs | None = None
 
     # ------------------------------------------------------------------ the life of a request
@@ -160,14 +151,12 @@ class TieredCache:
         length = len(ids)
         if not length:
             raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-        by_page, storable = page_media(media, self._page_size, length) if media else (None, None)
+        placed = place_media(media, self._page_size, length) if media else NO_MEDIA
         limit = (length - 1) // self._page_size if reuse else 0
-        if storable is not None:
-            limit = min(limit, storable)
         with self._lock:
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, by_page, reuse)
-            lease.store, lease.storable = store, storable
+            lease = self._admission.open(identity, ids, limit, placed, reuse)
+            lease.store = store
             self._counting.admitted(lease)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
@@ -225,6 +214,7 @@ class TieredCache:
                 raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
             if not 0 <= length <= lease.length:
                 raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
+            check_ends(lease.media.units, "truncate to", length)
             gone = lease.pages[keep:]
             replace = part and full < lease.sealed
             if replace and not self._room.could_be_had(gone):
@@ -322,9 +312,8 @@ class TieredCache:
                 raise BadInput(f"{ticket} is of another cache: this one has no host memory")
             self._traffic.parking.check(ticket)
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
-            limit = min(limit, ticket.storable) if ticket.storable is not None else limit
             lease = self._admission.open(ticket.identity, ids, limit if same_names else 0, ticket.media)
-            lease.store, lease.storable = ticket.store and same_names, ticket.storable
+            lease.store = ticket.store and same_names
             first = lease.base
             lost = ticket.lost or self._traffic.copies.manager.ended
             slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
@@ -336,7 +325,7 @@ class TieredCache:
             self._traffic.parking.forget(ticket)
             used = -(-kv_len // size)
             gone = [i for i in range(first, used) if i not in slots]
-            lease.holes = [(i * size, min((i + 1) * size, kv_len)) for i in gone]
+            lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
             lease.kv_len = kv_len
         if self.transfers is not None:
             self.transfers.start()

@@ -26,7 +26,6 @@ class Suspended:
         self.slots = slots
         self.identity = lease.identity
         self.media = lease.media
-        self.storable = lease.storable
         self.store = lease.store
         self.epoch = lease.epoch
         self.ready = not slots

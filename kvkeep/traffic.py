@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from kvkeep.copies import Copies, Copy, Suspended
 from kvkeep.costs import Costs
+from kvkeep.index.media import cut_before_split_item
+from kvkeep.index.names import TOKEN_NBYTES
 from kvkeep.index.run import Run
 from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
@@ -382,9 +384,10 @@ class Traffic:
     def _failed_load(self, copy: Copy) -> None:
         """The chain ends before the first page that did not come.  One lease inherits the targets, the others end."""
         place = self._tree.place(copy.gpu[0])
-        heir = next((lease for lease in copy.leases if self._may_inherit(lease, copy)), None) if place else None
-        if heir is not None and place is not None:
-            self._shorten(heir, copy, place.depth - 1)
+        depth = place.depth - 1 if place else 0
+        heir = next((lease for lease in copy.leases if self._may_inherit(lease, copy, depth)), None) if place else None
+        if heir is not None:
+            self._shorten(heir, copy, depth)
         for lease in [lease for lease in copy.leases if lease is not heir]:
             self.copies.revoke(lease)
         place = self._tree.place(copy.gpu[0])
@@ -395,10 +398,15 @@ class Traffic:
         self._host.release(copy.host, copy)
         self._offer(self._tier, copy.host)
 
-    @staticmethod
-    def _may_inherit(lease: Lease, copy: Copy) -> bool:
-        """Whether the lease waits for nothing else, and matched nothing behind the copy: it could not write there."""
-        return lease.base > 0 and lease.copies == {copy} and lease.pages[lease.base - 1] in copy.gpu
+    def _may_inherit(self, lease: Lease, copy: Copy, depth: int) -> bool:
+        """Whether the lease waits for nothing else, and matched nothing behind the copy: it could not write there.
+
+        Nor where the copy begins inside an item whose attention is not causal: the lease would compute a part of it.
+        """
+        if not lease.base or lease.copies != {copy} or lease.pages[lease.base - 1] not in copy.gpu:
+            return False
+        page_size = self._tree.page_nbytes // TOKEN_NBYTES
+        return depth == cut_before_split_item(depth, page_size, lease.media.by_page)
 
     def _shorten(self, heir: Lease, copy: Copy, depth: int) -> None:
         """`heir` computes the pages from `depth` on itself; their token ids come from the tree while it has them."""

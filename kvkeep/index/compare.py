@@ -5,7 +5,8 @@ Must not know tiers or who owns a page.
 
 from typing import Any
 
-from kvkeep.index.names import Hash64, PageMedia, page_name
+from kvkeep.index.media import PageMedia
+from kvkeep.index.names import Hash64, page_name
 from kvkeep.index.run import Run
 
 

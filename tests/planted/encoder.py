@@ -12,8 +12,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ledger-takes-slots-for-pages-where-several-outputs-leave",
         LEDGER,
-        'return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)',
-        'return pages[:-1], pages[-1:]',
+        "return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)",
+        "return pages[:-1], pages[-1:]",
         (ENCODER_TESTS + "test_many_outputs_leave_at_once",),
     ),
 )

@@ -215,15 +215,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-heir-is-not-shortened",
         TRAFFIC,
-        "self._shorten(heir, copy, place.depth - 1)",
+        "self._shorten(heir, copy, depth)",
         "pass",
         (LIFE + "test_row_40_a_load_that_fails_is_known_to_all",),
     ),
     Bug(
         "traffic-heir-with-pages-behind",
         TRAFFIC,
-        "return lease.copies == {copy} and lease.pages[lease.base - 1] in copy.gpu",
-        "return lease.copies == {copy}",
+        "if lease.copies != {copy} or lease.pages[lease.base - 1] not in copy.gpu:",
+        "if lease.copies != {copy}:",
         (FOUND + "test_a_load_is_inherited_only_by_a_lease_that_ends_with_it",),
     ),
     Bug(
