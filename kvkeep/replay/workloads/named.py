@@ -69,7 +69,9 @@ def _value(kind: Callable[[str], Any], key: str, said: str, text: str) -> Any:
         value = -1
     least = 0 if key in ("keep", "seed") or key.endswith("_share") else 1 if kind is int else 1e-9
     if not least <= value < float("inf") or (key.endswith("_share") and value > 1):
-        raise BadInput(f"{text}: {key}={said}: it must be {'a whole number' if kind is int else 'a number'} {_range(key, kind)}")
+        raise BadInput(
+            f"{text}: {key}={said}: it must be {'a whole number' if kind is int else 'a number'} {_range(key, kind)}"
+        )
     return value
 
 

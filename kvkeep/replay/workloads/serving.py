@@ -261,7 +261,9 @@ class Serving:
         except (OutOfPages, BadInput):
             saved.refused += 1
             return None
-        self._outputs.store(hold, encoded.key, (Tensor((encoded.nbytes,), "uint8", 0, encoded.nbytes),), encoded.seconds)
+        self._outputs.store(
+            hold, encoded.key, (Tensor((encoded.nbytes,), "uint8", 0, encoded.nbytes),), encoded.seconds
+        )
         return hold
 
     def _prefill(self, lease: Lease, tokens: int) -> None:
