@@ -203,8 +203,9 @@ class TieredCache:
         """Rolls the lease back to its first `length` tokens.
 
         A sealed page is never rewritten: where `length` ends inside one, a fresh page gets its committed positions and
-        takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that, and `NotReady` while
-        copies into or out of the lease's pages run.  Engines whose forwards run asynchronously call `fence` after it.
+        takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that, `NotReady` while
+        copies into or out of the lease's pages run, `BadInput` inside a media item whose attention is not causal.
+        Engines whose forwards run asynchronously call `fence` after it.
         """
         full, part = divmod(length, self._page_size)
         keep = full + (part > 0)

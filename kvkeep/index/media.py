@@ -62,8 +62,11 @@ class MediaItem:
             object.__setattr__(self, name, operator.index(getattr(self, name)))
 
 
-#: Media items by the index of each page they touch; None when there are none.
-PageMedia = Mapping[int, tuple[MediaItem, ...]] | None
+#: Media items by the index of each page they touch.
+ByPage = Mapping[int, tuple[MediaItem, ...]]
+
+#: The same; None when there are none.
+PageMedia = ByPage | None
 
 #: Items whose attention is not causal, as (first position, position behind the last), in order.
 Units = tuple[tuple[int, int], ...]
@@ -107,8 +110,9 @@ def place_media(items: Sequence[MediaItem], page_size: int, length: int) -> Plac
         if item.digest is None and storable is None:
             storable = item.offset // page_size
         if storable is None:
+            alone = (item,)
             for page in range(item.offset // page_size, (end - 1) // page_size + 1):
-                by_page[page] = (*by_page.get(page, ()), item)
+                by_page[page] = (*by_page[page], item) if page in by_page else alone
     return Placed(by_page or None, storable, tuple(units))
 
 

@@ -99,9 +99,9 @@ def test_media_are_compared_on_every_page(differs: int, other: MediaItem) -> Non
     run = Run(None, 0, 0, 1)
     raw = np.full(6 * SIZE, 7, dtype=np.int32).tobytes()
     run.extend(raw, list(range(6)), array("i", range(6)))
-    run.media = {page: (MediaItem(5, 10, A),) for page in (1, 2, 3)}
+    run.media = dict.fromkeys((1, 2, 3), (MediaItem(5, 10, A),))
     compare = Compare(SIZE * 4, hash64)
-    assert 6 == compare.common(run, 0, raw, 0, 6, dict(run.media))
+    assert 6 == compare.common(run, 0, raw, 0, 6, {page: (MediaItem(5, 10, A),) for page in (1, 2, 3)})
     assert differs == compare.common(run, 0, raw, 0, 6, {**run.media, differs: (other,)})
 
 

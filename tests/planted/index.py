@@ -191,8 +191,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-compares-how-many-media",
         COMPARE,
-        "if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):",
-        "if depth <= d < depth + same and len(theirs.get(d, ())) != len(ours.get(d, ())):",
+        "if (one is not one_before or other is not other_before) and one != other:",
+        "if (one is not one_before or other is not other_before) and len(one) != len(other):",
         (ROWS + "test_row_3_digests_are_compared_in_full",),
     ),
     Bug(

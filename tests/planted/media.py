@@ -26,16 +26,23 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "media-compared-on-their-first-page-only",
         COMPARE,
-        "if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):",
-        "if depth <= d < depth + same and d - 1 not in theirs and theirs.get(d, ()) != ours.get(d, ()):",
+        "if depth <= d < depth + count:",
+        "if depth <= d < depth + count and d - 1 not in theirs:",
+        (ITEM_TESTS + "test_media_are_compared_on_every_page",),
+    ),
+    Bug(
+        "media-not-compared-behind-a-page-that-was",
+        COMPARE,
+        "if (one is not one_before or other is not other_before) and one != other:",
+        "if (one is not one_before and other is not other_before) and one != other:",
         (ITEM_TESTS + "test_media_are_compared_on_every_page",),
     ),
     Bug(
         "media-geometry-not-compared",
         COMPARE,
-        "if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):",
-        "if depth <= d < depth + same and "
-        "[m.digest for m in theirs.get(d, ())] != [m.digest for m in ours.get(d, ())]:",
+        "if (one is not one_before or other is not other_before) and one != other:",
+        "if (one is not one_before or other is not other_before) and "
+        "[m.digest for m in one] != [m.digest for m in other]:",
         (ITEM_TESTS + "test_a_prompt_matches_up_to_the_first_page_whose_media_differ",),
     ),
     Bug(
