@@ -24,7 +24,7 @@ from kvkeep.replay.workloads.workload import (
 )
 
 NEGATIVE_PROMPTS = 3
-WORDS = "a the red old small fox city robot tree glass river painting photo under over beside holding made of".split()
+WORDS = "a the red old small fox city robot tree glass river painting photo under over beside holding made of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +90,4 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _made(rng: random.Random) -> str:
-    return " ".join(rng.choices(WORDS, k=rng.randint(4, 30)))
+    return " ".join(rng.choices(WORDS.split(), k=rng.randint(4, 30)))
