@@ -24,7 +24,7 @@ from kvkeep.traffic import Traffic
 WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
 #: How often an admission that takes as many pages as the window has looks through it for pages with a host copy: for
 #: each page it looks at no more runs than that.
-LOOKS_A_WINDOW = 4
+LOOKS_A_WINDOW = 2
 #: Into how many parts the window is cut: so many pages leave before it is looked through again for pages to copy down.
 CLEAN_PARTS = 8
 #: Where one of the last admissions asked for more than that, as many are kept copied down: the next may ask for them.

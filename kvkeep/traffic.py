@@ -186,10 +186,10 @@ class Traffic:
     # ------------------------------------------------------------------ stores
 
     def demote(self, copy: Copy, run: Run, count: int, fit: int) -> int:
-        """Adds the last `count` or fewer GPU pages of `run`, which have no host copy, to a copy down: they leave the GPU.
+        """Adds the last `count` or fewer GPU pages of `run`, which have no host copy, to a copy down: off the GPU.
 
-        fit: how many still fit on the link.   Returns how many are added.  0 when there is no place for even one: then
-        the pages can only be dropped.
+        fit: how many still fit on the link.
+        Returns how many are added; 0 when there is no place for even one: then they can only be dropped.
         """
         count = self._room(min(count, fit), run.stretch(run.gpu_end - 1)[0])
         if count:
@@ -256,7 +256,7 @@ class Traffic:
         order, seen, looked_at, all_of_it = self._tree.gpu.order, [], 0, True
         outputs: list[Run] = []
         cold, next_ones, fit = self.copy_down("clean"), self.copy_down("clean"), self.fit
-        ahead = max(window, min(ahead, window + self._host.free))
+        ahead = max(window, ahead) if self._host.free else window
         while all_of_it and looked_at < ahead and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)

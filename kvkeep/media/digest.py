@@ -6,9 +6,9 @@ Must not know kinds of sources, nor where the digest goes.
     digest   = SHA-256(format, kind, meaning of the bytes, their number, content, preprocessing)
                        each framed: tag, length, bytes
 
-SHA-256 is in the standard library, and processors have instructions for it: 10 MB take some milliseconds, less than any
-decoder.  BLAKE3 is several times as fast (`kvkeep bench media` shows it where it is installed), and would be a dependency
-of every machine that makes digests, for those made by a router must equal those made by an engine.
+SHA-256 is in the standard library, and processors have instructions for it: 10 MB take some milliseconds, less than
+any decoder.  BLAKE3 is several times as fast (`kvkeep bench media` shows it where it is installed), and would be a
+dependency of every machine that makes digests, for those made by a router must equal those made by an engine.
 """
 
 import struct

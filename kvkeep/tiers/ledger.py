@@ -110,11 +110,19 @@ class Ledger:
 
     def ready_head(self, pages: "array[int]") -> int:
         """How many of `pages`, from the start up to the first that is not, are READY."""
+        if len(pages) <= SCALAR_PAGES_MAX:
+            return next((i for i, p in enumerate(pages) if self._states[p] != _READY), len(pages))
         late = (self._states_np.take(as_index(pages)) != _READY).nonzero()[0]
         return int(late[0]) if len(late) else len(pages)
 
     def draining(self, pages: "array[int]") -> tuple["array[int]", "array[int]"]:
         """Those of `pages` that are DRAINING, and the others."""
+        if len(pages) <= SCALAR_PAGES_MAX:
+            states = self._states
+            return (
+                array("i", [p for p in pages if states[p] == _DRAINING]),
+                array("i", [p for p in pages if states[p] != _DRAINING]),
+            )
         ids = as_index(pages)
         found = self._states_np.take(ids) == _DRAINING
         draining, others = ids[found], ids[~found]
@@ -286,15 +294,12 @@ class Ledger:
 
         A page that was DRAINING is written when those who read it are over.
         """
-        states = self._states_np.take(as_index(pages))
-        bad = (states != _OPEN) & (states != _DRAINING)
-        if np.count_nonzero(bad):
-            raise self._broken("loaded", pages[int(bad.argmax())])
+        self._expect(pages, (_OPEN, _DRAINING), "loaded")
         self._set_state(pages, _LOADING)
 
     def unload(self, pages: "array[int]", copy: object) -> None:
         """LOADING -> DRAINING: `copy` will not be made, one copy still reads the pages, and the index has none."""
-        self._expect(pages, _LOADING, "unloaded")
+        self._expect(pages, (_LOADING,), "unloaded")
         for p in pages:
             if self._words[p] not in (4, 6):
                 raise self._broken("unloaded", p)
@@ -303,11 +308,13 @@ class Ledger:
 
     def generations(self, pages: "array[int]") -> "array[int]":
         """The generations of `pages`, as array('q')."""
+        if len(pages) <= SCALAR_PAGES_MAX:
+            return array("q", [self._generations[p] for p in pages])
         return array("q", self._generations_np.take(as_index(pages)).tobytes())
 
     def land(self, pages: "array[int]", copy: object) -> int:
         """LOADING -> READY: the bytes are there and `copy` lets go.  Returns how many nobody wanted any more."""
-        self._expect(pages, _LOADING, "landed")
+        self._expect(pages, (_LOADING,), "landed")
         self._set_state(pages, _READY)
         return self.release(pages, copy)
 
@@ -316,10 +323,7 @@ class Ledger:
 
         A page with one holder left becomes its OPEN page, one without becomes FREE.  Returns how many did.
         """
-        before = self._states_np.take(as_index(pages))
-        bad = (before != _LOADING) & (before != _DRAINING)
-        if np.count_nonzero(bad):
-            raise self._broken("handed over", pages[int(bad.argmax())])
+        self._expect(pages, (_LOADING, _DRAINING), "handed over")
         for p in pages:
             if self._words[p] not in (2, 4):
                 raise self._broken("handed over to more than one", p)
@@ -340,19 +344,28 @@ class Ledger:
 
     def follow(self, pages: "array[int]") -> None:
         """DRAINING -> OPEN: the heir's writes come after the copy that still reads the pages, and holds them."""
-        self._expect(pages, _DRAINING, "written behind its copy")
+        self._expect(pages, (_DRAINING,), "written behind its copy")
         for p in pages:
             if self._words[p] != 4:
                 raise self._broken("written behind its copy", p)
         self._set_state(pages, _OPEN)
 
-    def _expect(self, pages: "array[int]", state: int, what: str) -> None:
-        bad = self._states_np.take(as_index(pages)) != state
+    def _expect(self, pages: "array[int]", states: tuple[int, ...], what: str) -> None:
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if self._states[p] not in states:
+                    raise self._broken(what, p)
+            return
+        found = self._states_np.take(as_index(pages))
+        bad = np.logical_and.reduce([found != state for state in states])
         if np.count_nonzero(bad):
             raise self._broken(what, pages[int(bad.argmax())])
 
     def _set_state(self, pages: "array[int]", state: int) -> None:
-        if len(pages):
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                self._states[p] = state
+        else:
             self._states_np[as_index(pages)] = state
 
     # ------------------------------------------------------------------ slots
