@@ -47,7 +47,7 @@ class Audio:
     reference_s: float = 10.0
     tokens_per_s: float = 25.0
     width: int = 2048
-    encode_share: float = 0.02
+    encode_share: float = 0.005
     speak_share: float = 0.5
     seed: int = 0
 

@@ -49,7 +49,7 @@ class ImageChat:
     tokens_min: int = 256
     tokens_max: int = 2048
     width: int = 3584
-    encode_tokens_per_s: float = 8_000.0
+    encode_tokens_per_s: float = 32_000.0
     seed: int = 0
 
     def workload(self) -> Workload:

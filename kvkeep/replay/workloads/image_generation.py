@@ -45,7 +45,7 @@ class ImageGeneration:
     prompts: str = ""
     tokens: int = 512
     width: int = 4096
-    encode_s: float = 0.05
+    encode_s: float = 0.0125
     seed: int = 0
 
     def workload(self) -> Workload:

@@ -39,7 +39,7 @@ def make_workload(text: str) -> Workload:
         return mix([kind(seed=seed).workload() for kind in KINDS.values()])
     if name not in KINDS:
         raise BadInput(f"{text}: there is no workload {name!r}; known: {', '.join(KINDS)}, {MIXED}")
-    kinds = {field.name: field.type for field in fields(KINDS[name])}
+    kinds: dict[str, Any] = {field.name: field.type for field in fields(KINDS[name])}
     for key in given:
         if key not in kinds:
             raise BadInput(f"{text}: {key} is not known; {name} takes {', '.join(kinds)}")

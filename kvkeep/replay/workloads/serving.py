@@ -122,8 +122,7 @@ def page_layout(workload: Workload, page_size: int) -> PageLayout:
 class Serving:
     """Replays one workload.
 
-    settings: of them the sizes of the tiers (tokens stand for the bytes of their KV), eviction, index_at and the rates;
-        `prefill_tokens_per_s` is the workload's.
+    settings: of them the sizes of the tiers (tokens stand for the bytes of their KV), eviction, index_at and the rates.
     kv_share: None: one budget.  Otherwise KV pages have this share of both tiers for themselves, encoder outputs the
         rest.   Raises `BadInput` for a tier that holds no page.
     """
@@ -193,7 +192,7 @@ class Serving:
         saved, length = self.saved, len(request.prompt)
         saved.requests += 1
         saved.prompt_tokens += length
-        saved.prefill_all_s += length / self._workload.prefill_tokens_per_s
+        saved.prefill_all_s += length / self._settings.prefill_tokens_per_s
         self._observe(request)
         lease = self._admit(request) if length else None
         if length and lease is None:
@@ -205,7 +204,7 @@ class Serving:
             matched = lease.matched_len
             saved.matched_tokens_cpu += lease.loaded_len
             saved.matched_tokens_gpu += matched - lease.loaded_len
-            saved.kv_s += matched / self._workload.prefill_tokens_per_s
+            saved.kv_s += matched / self._settings.prefill_tokens_per_s
         holds = [self._encode(encoded, matched) for encoded in request.encoded]
         if lease is not None:
             self._prefill(lease, length - matched)
@@ -267,7 +266,7 @@ class Serving:
         return hold
 
     def _prefill(self, lease: Lease, tokens: int) -> None:
-        seconds = tokens / self._workload.prefill_tokens_per_s
+        seconds = tokens / self._settings.prefill_tokens_per_s
         self._go_on(self.clock.now_s + seconds)
         if tokens:
             self.cache.prefilled(tokens, seconds)

@@ -39,9 +39,9 @@ class Video:
     picture_tokens: int = 1560
     again_share: float = 0.2
     width: int = 3584
-    encode_s: float = 0.25
+    encode_s: float = 0.06
     text_nbytes: int = 4 << 20
-    text_s: float = 0.05
+    text_s: float = 0.0125
     seed: int = 0
 
     def workload(self) -> Workload:
