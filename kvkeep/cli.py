@@ -345,7 +345,8 @@ def _add_size(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _add_trace_options(command: Parser) -> None:
     add = command.add_argument
-    add("trace", type=Path, metavar="TRACE", help="a trace file, or the NAME of NAME.sessions.jsonl.gz")
+    what = "a trace file, the NAME of NAME.sessions.jsonl.gz, or for replay workload:NAME?parameter=value&..."
+    add("trace", type=Path, metavar="TRACE", help=what)
     add("--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)")
     add("--order", metavar="ORDER", help="recorded, rotate:N (N sessions in turn) or open:N (N at their own pace)")
     add("--sessions", type=_count, metavar="N", help="only the first N sessions")

@@ -17,6 +17,8 @@ from kvkeep.replay.replaying import best_possible, known_future, passes, replay
 from kvkeep.replay.result import Progress, ReplayResult, Settings
 from kvkeep.replay.seat import check_order
 from kvkeep.replay.trace import Trace
+from kvkeep.replay.workloads.command import serve
+from kvkeep.replay.workloads.named import PREFIX
 from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.stats import Histogram
 
@@ -46,6 +48,8 @@ class ReplayOptions:
 
 def run(options: ReplayOptions) -> Report:
     """Replays, prints a table and returns the numbers.  Raises `BadInput`."""
+    if str(options.trace).startswith(PREFIX):
+        return serve(options)
     from rich.console import Console
 
     begun = time.perf_counter()

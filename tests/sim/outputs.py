@@ -223,4 +223,3 @@ class OutputWorld:
 def record_of(which: int) -> bytes:
     """What an output is found by."""
     return bytes([which]) * 20
-
