@@ -230,9 +230,11 @@ class Traffic:
         """Starts a copy down of an output; it has a host copy from now on.  None when there is no place, or no copy."""
         pages, slots = self._gpu.split(run.pages)
         rest = self._gpu.place(slots[0]).nbytes if slots else 0
+        room = self._host.slots
+        assert room is not None  # since there is an output
         if make_room and len(run.pages) <= self._host.total:
-            self._room(len(pages) + (self._host.free_for_slot(rest) if rest else 0), run.stamps[-1])
-        if self._host.free < len(pages) + (self._host.free_for_slot(rest) if rest else 0):
+            self._room(len(pages) + room.pages_for(rest), run.stamps[-1])
+        if self._host.free < len(pages) + room.pages_for(rest):
             return None  # maybe since what made room took the page that had some for the slot with it
         copy = self.copy_down(cause)
         host = self._host.open(len(pages), copy)
