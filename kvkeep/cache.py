@@ -100,13 +100,14 @@ class TieredCache:
         self._order = order if order is not None else make_order(config.eviction, pool.pages)
         self._host: TierMap | None = None
         self._traffic: Traffic | None = None
+        self._costs = Costs(config.page_size)
         self.transfers = transfers
         if host is not None and host.pages and transfers is not None:
             self._host = TierMap(host_ledger or Ledger(host.tier_pages), self._order.for_tier(Tier.HOST))
         self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
         if host is not None and host.pages and transfers is not None:
             parking = parking_ledger or Ledger(host.suspend_pages)
-            self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, Costs(config.page_size), self._end)
+            self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, self._costs, self._end)
         self._leases: dict[int, Lease] = {}
         self._ghosts: Ghosts | None = None
         if config.ghosts:
@@ -374,9 +375,8 @@ class TieredCache:
                 self._counting.copies_ended()
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Tells what computing `tokens` positions took, so that pages are loaded only where that is faster."""
-        if self._traffic is not None:
-            self._traffic.costs.prefilled(tokens, seconds)
+        """Tells what computing `tokens` positions took: what is loaded, and what is kept, is weighed against it."""
+        self._costs.prefilled(tokens, seconds)
 
     def _order_behind(self, lease: Lease, stream: object) -> None:
         """See `Gate.wait_on`."""
@@ -398,7 +398,7 @@ class TieredCache:
         """The encoder outputs that share the tiers of this cache (`EncoderCache` gives and takes tensors)."""
         if self._outputs is None:
             tell = (self._tree, self._room, self._traffic, self._leases, self._admission.numbers, self._end)
-            self._outputs = Outputs(self._lock, *tell, self.pool.page_nbytes)
+            self._outputs = Outputs(self._lock, *tell, self._storing, self._costs, self.pool.page_nbytes)
         return self._outputs
 
     # ------------------------------------------------------------------ ends and rolling back
