@@ -21,17 +21,7 @@ EXIT_BROKEN = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
-ENGINE_EXTRA = {
-    "torch",
-    "transformers",
-    "tokenizers",
-    "gguf",
-    "safetensors",
-    "huggingface_hub",
-    "rich",
-    "matplotlib",
-    "PIL",
-}
+ENGINE_EXTRA = {"torch", "transformers", "tokenizers", "gguf", "safetensors", "huggingface_hub", "rich", "matplotlib"}
 
 MODEL = "smollm2-135m"
 

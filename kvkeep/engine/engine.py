@@ -135,8 +135,7 @@ class Engine:
         self._forward = Forward(loaded, self.pool.kv, layout, self.arithmetic)
         self._images: ImageFeatures | None = None
         if loaded.vision is not None:
-            pool_nbytes = config.pool_pages * layout.page_nbytes
-            self._images = ImageFeatures(loaded.vision, self.cache, pool_nbytes, self.arithmetic.threads)
+            self._images = ImageFeatures(loaded.vision, self.cache, self.arithmetic.threads)
         self._submitted = 0
         self._waiting: deque[Request] = deque()  # by number: oldest first
         self._running: list[Request] = []  # by number: oldest first
@@ -159,7 +158,8 @@ class Engine:
     ) -> Request:
         """Queues a request; `on_token` is called with each token as it is sampled.
 
-        images: of a vision-language model's prompt, in order; their placeholders are among `token_ids`.
+        images: of a vision-language model's prompt, in order; their placeholders are among `token_ids`.  Their
+            features are taken from the encoder cache, and left there, where both `reuse` and `store` are on.
         Raises `BadInput` for ids outside the vocabulary, when the prompt and `max_new_tokens` exceed the model's
         positions or the whole pool, or for images that do not fit the model or their placeholders.
         """
@@ -379,7 +379,9 @@ class Engine:
             if self.on_forward is not None:
                 self.on_forward(request, piece.segment.start, piece.segment.end, rows.get(request.number))
         if self.loaded.vision is not None:  # nothing could stand behind a placeholder that was generated
-            logits = logits.index_fill(1, torch.tensor([self.loaded.vision.placeholder]), float("-inf"))
+            logits = logits.index_fill(
+                1, torch.tensor([self.loaded.vision.placeholder], device=logits.device), float("-inf")
+            )
         sampled = sample(logits, [(request.params, len(request.ids)) for request in wanted]) if wanted else []
         for request, token in zip(wanted, sampled, strict=True):
             request.append(token)

@@ -36,6 +36,7 @@ from tests.planted import (
     tiers,
     traffic,
     transfer,
+    vision,
 )
 from tests.planted.bug import Bug
 
@@ -49,6 +50,7 @@ BUGS: tuple[Bug, ...] = (
     *traffic.BUGS,
     *encoder.BUGS,
     *engine.BUGS,
+    *vision.BUGS,
     *transfer.BUGS,
     *cuda.BUGS,
     *slots.BUGS,

@@ -14,6 +14,7 @@ from kvkeep.engine.request import ImageInput
 from kvkeep.engine.verify.counts import Counts
 from kvkeep.engine.verify.scenarios import CONCURRENCY, Ask, Below, Draw, Ids, Scenario, Sizes, Waves
 from kvkeep.engine.vision.tower import Vision
+from kvkeep.transfer.plan import Cause
 
 PAGE_MIN = 48  # two images and some text
 TURNS, RANDOM_WAVES = 4, 6
@@ -110,7 +111,7 @@ def _prompts(sizes: Sizes, album: Album, draw: Draw) -> dict[str, list[list[Part
     a, b, c = album.photos[:3]
     text, more, tail = draw(2 * page + 3), draw(page + 5), draw(page + 1)
     over_boundary = text[: page - tokens // 2]
-    two = [text[: page + 2], a, more[:1], b, more]
+    two: list[Part] = [text[: page + 2], a, more[:1], b, more]
     return {
         "same image": [[text, a, more], [text, a, more], [text, a, more, tail], [text, a, tail], [text, a], [text]],
         "image over a page boundary": [
@@ -196,11 +197,11 @@ def tier_scenarios(sizes: Sizes, album: Album, draw: Draw) -> Iterator[Scenario]
     rotation = partial(_rotation, sizes, album, draw)
     ample = Below(host_pages=8 * pages)
     back = Counts(host_hit_pages=2 * pages, features_from_host=1)
-    yield Scenario("images from host memory", pages + 1, rotation, back, ample)
+    yield Scenario("images from host memory", pages + 2, rotation, back, ample)
     yield Scenario("images in a pool of one request", pages + 1, rotation, Counts(pages_evicted=pages))
     loads = replace(ample, fails=("promote", _every_other))
     lost = Counts(host_hit_pages=1, failed_copies=2, lost_tokens=page)
-    yield Scenario("loads of images fail", pages + 1, rotation, lost, loads)
+    yield Scenario("loads of images fail", pages + 2, rotation, lost, loads)
     stores = Below(host_pages=3 * pages + 2, fails=("demote", _every_other))
     yield Scenario("images that do not get down", pages + 1, rotation, Counts(failed_copies=1), stores)
     held = 5
@@ -217,7 +218,7 @@ def random_image_scenarios(sizes: Sizes, album: Album, draw: Draw, rng: random.R
     while True:
         number += 1
         own = random.Random(rng.getrandbits(32))
-        cause = rng.choice(("promote", "demote", "clean", "suspend", "resume"))
+        cause: Cause = rng.choice(("promote", "demote", "clean", "suspend", "resume"))
         below = Below(
             host_pages=rng.choice((0, 2, sizes.pages, 4 * sizes.pages)),
             suspend_pages=rng.choice((1, sizes.pages, 4 * sizes.pages)),

@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from kvkeep.engine.loader import LoadedModel
     from kvkeep.engine.verify.gate import Findings
     from kvkeep.engine.verify.images import Album
-    from kvkeep.engine.verify.scenarios import Draw, Scenario, Sizes
+    from kvkeep.engine.verify.scenarios import Scenario, Sizes
 
 # Compared requests of each model where nobody says how many: the fixed scenarios, about 120, and some drawn at random.
 CASES_DEFAULT = 250
-WEIGHTS = (
-    "architectures of transformers in a small configuration, weights from a seed: none that learnt can be had offline"
-)
+WEIGHTS = "architectures of transformers, small, with weights from a seed: none that learnt can be had offline"
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,7 @@ def _album(loaded: "LoadedModel") -> "Album":
     from kvkeep.engine.verify.images import Album
     from kvkeep.engine.vision.pictures import Preprocessing, photographs
 
+    files = photographs().values()
     assert loaded.vision is not None
     _, height, width = loaded.vision.pixels_shape
     size = {"height": height, "width": width}
@@ -121,7 +120,6 @@ def _album(loaded: "LoadedModel") -> "Album":
         Preprocessing(SiglipImageProcessorPil(size=size)),
         Preprocessing(SiglipImageProcessorPil(size=size, image_mean=[0.48, 0.46, 0.41], image_std=[0.27, 0.26, 0.28])),
     )
-    files = photographs().values()
     photos, again = (tuple(way.image(0, path) for path in files) for way in ways)
     return Album(loaded.vision, photos, again)
 

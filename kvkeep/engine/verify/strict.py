@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvkeep.engine.engine import Engine, EngineConfig, Request, SamplingParams
+from kvkeep.engine.engine import Engine, EngineConfig, Request
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.engine.verify.compare import Difference, kv_difference, logits_difference, output_difference
 

@@ -29,10 +29,9 @@ class ImageFeatures:
     threads: intra-op threads of torch that the tower uses.
     """
 
-    def __init__(self, vision: Vision, cache: TieredCache, pool_nbytes: int, threads: int) -> None:
+    def __init__(self, vision: Vision, cache: TieredCache, threads: int) -> None:
         self._vision = vision
         self._threads = threads
-        self._fits = vision.tokens * vision.hidden * 4 <= pool_nbytes
         self._outputs = lru_cache(SALTS_MAX)(lambda salt: EncoderCache(cache, vision.fingerprint, salt=salt))
 
     def media(self, images: Sequence[ImageInput], ids: TokenIds) -> tuple[MediaItem, ...]:
@@ -103,7 +102,7 @@ class ImageFeatures:
             with torch.inference_mode(), threads_set(self._threads):
                 return self._vision.encode(image.pixels).contiguous()
 
-        if image.digest is None or not (request.reuse and request.store and self._fits):
+        if image.digest is None or not (request.reuse and request.store):
             return compute()
         output = self._outputs(request.salt).get_or_compute(image.digest, compute)
         request.features_found += output.source in ("gpu", "cpu")

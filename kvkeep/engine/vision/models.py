@@ -97,6 +97,9 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = MODELS[name][0]()
+        for weight in model.parameters():
+            if weight.dim() > 1 and not weight.any():  # Gemma 3's projector begins at zero, and would hide every image
+                torch.nn.init.normal_(weight, std=TEXT["initializer_range"])
     model.eval().requires_grad_(False)
     return model
 
@@ -121,7 +124,6 @@ def load_vision_model(name: str, seed: int = 0) -> LoadedModel:
         encode=encode,
         pixels_shape=(3, IMAGE_SIDE, IMAGE_SIDE),
         tokens=TOKENS,
-        hidden=int(config.text_config.hidden_size),
         placeholder=int(config.image_token_id),
         causal=MODELS[name][1],
         fingerprint=EncoderFingerprint(weights=digest, dtype="float32", settings="packed" if packed else "plain"),

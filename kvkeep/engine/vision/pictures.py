@@ -18,10 +18,14 @@ PHOTOGRAPHS = ("astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg", "reti
 
 
 def photographs() -> dict[str, Path]:
-    """The files of `PHOTOGRAPHS`.   `BadInput` where scikit-image is not installed, or lacks one."""
+    """The files of `PHOTOGRAPHS`.   `BadInput` where Pillow, scikit-image or one of its files is not installed."""
+    if importlib.util.find_spec("PIL") is None:
+        raise BadInput("photographs need Pillow, which is not installed: pip install 'kvkeep[multimodal]'")
     spec = importlib.util.find_spec("skimage")  # found without importing: its own imports are not needed
     if spec is None or spec.origin is None:
-        raise BadInput("real photographs need scikit-image, which is not installed: pip install 'kvkeep[multimodal]'")
+        raise BadInput(
+            "photographs need scikit-image, which is not installed: pip install --no-deps scikit-image==0.26.0"
+        )
     folder = Path(spec.origin).parent / "data"
     found = {name: folder / name for name in PHOTOGRAPHS}
     missing = [name for name, path in found.items() if not path.is_file()]

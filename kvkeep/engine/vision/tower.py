@@ -17,7 +17,7 @@ class Vision:
 
     encode: pixels [channels, height, width] of one image to features [tokens, hidden]; always one image at a time, so
         that its bits do not depend on company.
-    pixels_shape: of the input that `encode` takes.   tokens: placeholders of an image.   hidden: width of a feature.
+    pixels_shape: of the input that `encode` takes.   tokens: placeholders of an image.
     placeholder: the token id that images stand behind.
     causal: False where the positions of an image see each other in the text model, whatever their order.
     fingerprint: what features depend on, besides pixels.
@@ -26,7 +26,6 @@ class Vision:
     encode: Callable[[torch.Tensor], torch.Tensor]
     pixels_shape: tuple[int, int, int]
     tokens: int
-    hidden: int
     placeholder: int
     causal: bool
     fingerprint: EncoderFingerprint
