@@ -37,7 +37,7 @@ class MultimodalOptions:
 
 @dataclass(slots=True)
 class Found:
-    """Of one model.   noticed: for each planted fault, how many requests showed it."""
+    """Of one model.   noticed: for each planted fault, how many requests differed in a bit."""
 
     findings: "Findings"
     noticed: dict[str, int] = field(default_factory=dict)
@@ -97,9 +97,9 @@ def _run(name: str, options: MultimodalOptions, sizes: "Sizes", console: "Consol
         scenario = next(scenario for scenario in fixed if scenario.name == fault.scenario)
         spoilt = Findings()
         Gate(fault.model(loaded), sizes.page, True, judge, spoilt).run([fault.planted(scenario, album)], 1000)
-        found.noticed[fault.name] = sum(case.failed for case in spoilt.cases)
+        found.noticed[fault.name] = spoilt.mismatches
         console.print(
-            f"{name}, planted: {fault.name}: shows in {found.noticed[fault.name]} of {len(spoilt.cases)} requests",
+            f"{name}, planted: {fault.name}: {found.noticed[fault.name]} of {len(spoilt.cases)} requests differ",
             markup=False,
             soft_wrap=True,
         )
