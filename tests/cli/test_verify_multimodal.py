@@ -34,6 +34,7 @@ def test_the_gate_passes_on_the_real_thing(kvkeep: Run, tmp_path: Path):
     got = json.loads((tmp_path / "out.json").read_text())
     value = {name: metric["value"] for name, metric in got["metrics"].items()}
     assert got["ok"] and 1 == value["strict"]
+    assert "verify --multimodal" == got["command"]
     assert (0, 0, 0) == (value["mismatches"], value["wrong_matches"], value["untested"])
     assert (8, 8) == (value["faults_planted"], value["faults_noticed"])
     assert value["cases"] == len(got["rows"]) >= 2 * FIXED

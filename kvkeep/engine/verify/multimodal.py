@@ -168,7 +168,7 @@ def _report(found: dict[str, Found], interrupted: bool, wall_s: float) -> Report
     if interrupted:
         metrics[INTERRUPTED] = Metric(1, "bool")
     rows = [{"model": name} | case.to_row() for name, one in found.items() for case in one.findings.cases]
-    return Report("verify", held, metrics, rows)
+    return Report("verify --multimodal", held, metrics, rows)
 
 
 def _summary(found: dict[str, Found], interrupted: bool) -> list[str]:

@@ -196,6 +196,33 @@ def test_a_placeholder_is_never_generated(llava: LoadedModel):
     assert said != answer(engine_of(other), ids, [], new=1).output_ids[0]
 
 
+def test_a_tower_that_raises_leaks_nothing(llava: LoadedModel, photos: Photos):
+    """The error comes out of `step`; without that request the others go on, and nothing of it is kept."""
+    assert llava.vision is not None
+    right, bad = llava.vision.encode, photos[1].pixels
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        if pixels is bad:
+            raise RuntimeError("the tower fell")
+        return right(pixels)
+
+    engine = engine_of(replace(llava, vision=replace(llava.vision, encode=encode)))
+    params = SamplingParams(max_new_tokens=3)
+    (ids, images), (other_ids, other_images) = (
+        prompt(llava, [text(20, 1), photo, text(30, 2)]) for photo in (photos[0], photos[1])
+    )
+    good = engine.submit(ids, params, images=images)
+    wrong = engine.submit(other_ids, params, images=other_images)
+    with pytest.raises(RuntimeError, match="the tower fell"):
+        engine.run()
+    engine.cache.check_invariants()
+    engine.abort(wrong)
+    engine.run()
+    engine.cache.check_invariants()
+    assert (1, 0) == (engine.cache.outputs().stats().stored, engine.cache.outputs().stats().held)
+    assert answer(engine_of(llava), ids, images).output_ids == good.output_ids
+
+
 # --- identity --------------------------------------------------------------------------------------------------------
 
 
