@@ -391,8 +391,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-cleans-a-hotter-page-for-want-of-a-place",
         TRAFFIC,
-        "while all_of_it and looked_at < ahead and",
-        "while looked_at < ahead and",
+        "while all_of_it and looked_at < window and",
+        "while looked_at < window and",
         (FOUND + "test_cleaning_does_not_push_out_pages_that_are_hotter",),
     ),
     Bug(
