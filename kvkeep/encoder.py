@@ -281,9 +281,7 @@ class EncoderCache:
             self._crash(flight, error)
             raise
 
-    def _computed(
-        self, flight: "_Flight", expect: Shapes | None, computed: Computed, seconds: float
-    ) -> EncoderOutput:
+    def _computed(self, flight: "_Flight", expect: Shapes | None, computed: Computed, seconds: float) -> EncoderOutput:
         """Keeps what was computed, tells those who wait, and holds it for the caller."""
         record = flight.record
         tensors = _as_tensors(computed)

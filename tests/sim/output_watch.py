@@ -107,4 +107,3 @@ class OutputWatch:
             if device.rows[page, offset : offset + nbytes].tobytes() != expected[at : at + nbytes]:
                 assert page in device.busy, f"{what}: page {page} holds wrong bytes at {offset}"
             at += nbytes
-

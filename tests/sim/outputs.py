@@ -215,7 +215,7 @@ class OutputWorld:
             if page >= ledger.total:
                 place = ledger.place(page)
                 assert place.nbytes == nbytes
-                yield tuple(place)
+                yield place.page, place.offset, place.nbytes
                 return
             yield page, 0, min(nbytes, NBYTES)
             nbytes -= NBYTES
@@ -228,4 +228,3 @@ def record_of(which: int) -> bytes:
     seed = encoder_identity(b"fp", b"", narrow_hash).name
     tries = (bytes([which, i >> 8, i & 255]) * 7 for i in count())
     return next(record for record in tries if narrow_hash(record, seed) == which // 2)
-
