@@ -7,7 +7,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-EXTRAS ?= engine,replay,dev
+EXTRAS ?= engine,replay,encoders,dev
 ARGS ?=
 
 PY := .venv/bin/python

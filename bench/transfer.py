@@ -42,6 +42,7 @@ MANAGER = {
 
 
 ADMISSIONS = {"admit_cpu_hit_us_1000": (1000, 150.0)}
+DEMOTIONS = {"demote_us_per_run_1000": 1000}
 
 #: 10,000 seeds of 200 operations in 6 minutes.
 SIM_OPS_PER_S = 10_000 * 200 / 360
@@ -82,10 +83,10 @@ def run(arguments: list[str]) -> Report:
     rows += [_rate_row(entry.case.name, entry.case.what, entry, None) for entry in plain]
     for name, (what, ratio) in RATES.items():
         rows.append(_rate_row(name, what, measured[name], None if ratio is None else (ratio, floor)))
-    rows += [row(measured[name], measured) for name in (*MANAGER, *ADMISSIONS)]
+    rows += [row(measured[name], measured) for name in (*MANAGER, *ADMISSIONS, *DEMOTIONS)]
     rows += _submit_rows(submits)
     rows += [_simulation_row(entry, per_cpu_s[name]) for name, entry in simulated.items()]
-    metrics = {name: entry.metric() for name, entry in measured.items() if name in (*MANAGER, *ADMISSIONS)}
+    metrics = {name: entry.metric() for name, entry in measured.items() if name in (*MANAGER, *ADMISSIONS, *DEMOTIONS)}
     metrics |= {name: _rate(measured[name]) for name in RATES}
     metrics[FLOOR] = _rate(floor)
     metrics["pieces_gbps"] = min(metrics["pieces_h2d_gbps"], metrics["pieces_d2h_gbps"], key=lambda m: m.value or 0.0)
@@ -140,6 +141,9 @@ def _admission_cases(sizes: Sizes) -> Iterator[Case]:
     for name, (pages, limit) in ADMISSIONS.items():
         what = f"admit a prompt whose {pages} pages are in host memory, into a pool with room: time under the lock"
         yield Case(name, what, host_hits.admissions(pages, max(sizes.plans // 5, 2)), limit)
+    for name, runs in DEMOTIONS.items():
+        what = f"admit a prompt for which {runs} chains of a page go down: time under the lock, a chain"
+        yield Case(name, what, _per_page(host_hits.demotions(runs, max(sizes.plans // 25, 1)), runs))
 
 
 def _simulations(sizes: Sizes, per_cpu_s: dict[str, list[float]]) -> Iterator[Case]:

@@ -9,7 +9,8 @@ from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, KvkeepError, OutOfPages
 from kvkeep.index.hints import Discard, Expect, Pin
-from kvkeep.index.names import Identity, MediaItem
+from kvkeep.index.media import MediaItem
+from kvkeep.index.names import Identity
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.layout import PageLayout

@@ -8,7 +8,8 @@ from itertools import count
 
 from kvkeep.counting import Counting
 from kvkeep.errors import BadInput, OutOfPages
-from kvkeep.index.names import Identity, Int32s, PageMedia, check_token_range, cut_before_split_item
+from kvkeep.index.media import PageMedia, Placed, cut_before_split_item
+from kvkeep.index.names import Identity, Int32s, check_token_range
 from kvkeep.index.runs import Match, RunTree
 from kvkeep.lease import Lease
 from kvkeep.misses import Looked, MissLedger
@@ -49,7 +50,7 @@ class Admission:
         self._order = order
         self.numbers = count()
 
-    def open(self, identity: Identity, ids: Int32s, limit: int, media: PageMedia, reuse: bool | None = None) -> Lease:
+    def open(self, identity: Identity, ids: Int32s, limit: int, media: Placed, reuse: bool | None = None) -> Lease:
         """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest.
 
         reuse: what the prompt wants, so that the miss ledger tells of it; None: it was admitted before.
@@ -57,10 +58,11 @@ class Admission:
         """
         length = len(ids)
         reserve = -(-length // self._page_size)
+        limit = limit if media.storable is None else min(limit, media.storable)
         if reserve > self._ledger.total:
             raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self._ledger.total}")
         raw = ids.data.cast("B")
-        (pages, below, name), host_found, declined = self._match(identity, raw, limit, media)
+        (pages, below, name), host_found, declined = self._match(identity, raw, limit, media.by_page)
         on_gpu = len(pages)
         check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
         number = next(self.numbers)
@@ -97,7 +99,7 @@ class Admission:
         self._leases[number] = lease
         if self._misses is not None and reuse is not None:
             looked = Looked(matched, limit, name, host_found - (matched - on_gpu), declined, reuse)
-            self._misses.admitted(number, identity, raw, media, looked)
+            self._misses.admitted(number, identity, raw, media.by_page, looked)
         return lease
 
     def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> tuple[Match, int, bool]:

@@ -21,19 +21,18 @@ from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
+from kvkeep.index.media import NO_MEDIA, MediaItem, check_ends, place_media, whole_holes
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Hash64,
     Identities,
-    MediaItem,
     TokenIds,
     as_int32,
     as_token_ids,
     fingerprint_bytes,
     frame,
     hash64,
-    page_media,
     self_test,
 )
 from kvkeep.index.orders import make_order
@@ -101,13 +100,14 @@ class TieredCache:
         self._order = order if order is not None else make_order(config.eviction, pool.pages)
         self._host: TierMap | None = None
         self._traffic: Traffic | None = None
+        self._costs = Costs(config.page_size)
         self.transfers = transfers
         if host is not None and host.pages and transfers is not None:
             self._host = TierMap(host_ledger or Ledger(host.tier_pages), self._order.for_tier(Tier.HOST))
         self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
         if host is not None and host.pages and transfers is not None:
             parking = parking_ledger or Ledger(host.suspend_pages)
-            self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, Costs(config.page_size), self._end)
+            self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, self._costs, self._end)
         self._leases: dict[int, Lease] = {}
         self._ghosts: Ghosts | None = None
         if config.ghosts:
@@ -119,17 +119,9 @@ class TieredCache:
         self._storing = Storing(self._tree, self._ledger, config.page_size, hash_fn)
         self._counting = Counting()
         self._admission = Admission(
-            self._tree,
-            self._ledger,
-            self._room,
-            self._storing,
-            self._traffic,
-            self._leases,
-            config.page_size,
-            self._counting,
-            misses,
-            self._order_behind,
-        )
+            self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
+            self._counting, misses, self._order_behind,
+        )  # fmt: skip
         self._outputs: Outputs | None = None
 
     # ------------------------------------------------------------------ the life of a request
@@ -159,14 +151,12 @@ class TieredCache:
         length = len(ids)
         if not length:
             raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-        by_page, storable = page_media(media, self._page_size, length) if media else (None, None)
+        placed = place_media(media, self._page_size, length) if media else NO_MEDIA
         limit = (length - 1) // self._page_size if reuse else 0
-        if storable is not None:
-            limit = min(limit, storable)
         with self._lock:
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, by_page, reuse)
-            lease.store, lease.storable = store, storable
+            lease = self._admission.open(identity, ids, limit, placed, reuse)
+            lease.store = store
             self._counting.admitted(lease)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
@@ -213,8 +203,9 @@ class TieredCache:
         """Rolls the lease back to its first `length` tokens.
 
         A sealed page is never rewritten: where `length` ends inside one, a fresh page gets its committed positions and
-        takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that, and `NotReady` while
-        copies into or out of the lease's pages run.  Engines whose forwards run asynchronously call `fence` after it.
+        takes its place.  Raises `OutOfPages` and changes nothing when there is no page for that, `NotReady` while
+        copies into or out of the lease's pages run, `BadInput` inside a media item whose attention is not causal.
+        Engines whose forwards run asynchronously call `fence` after it.
         """
         full, part = divmod(length, self._page_size)
         keep = full + (part > 0)
@@ -224,6 +215,7 @@ class TieredCache:
                 raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
             if not 0 <= length <= lease.length:
                 raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
+            check_ends(lease.media.units, "truncate to", length)
             gone = lease.pages[keep:]
             replace = part and full < lease.sealed
             if replace and not self._room.could_be_had(gone):
@@ -321,9 +313,8 @@ class TieredCache:
                 raise BadInput(f"{ticket} is of another cache: this one has no host memory")
             self._traffic.parking.check(ticket)
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
-            limit = min(limit, ticket.storable) if ticket.storable is not None else limit
             lease = self._admission.open(ticket.identity, ids, limit if same_names else 0, ticket.media)
-            lease.store, lease.storable = ticket.store and same_names, ticket.storable
+            lease.store = ticket.store and same_names
             first = lease.base
             lost = ticket.lost or self._traffic.copies.manager.ended
             slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
@@ -335,7 +326,7 @@ class TieredCache:
             self._traffic.parking.forget(ticket)
             used = -(-kv_len // size)
             gone = [i for i in range(first, used) if i not in slots]
-            lease.holes = [(i * size, min((i + 1) * size, kv_len)) for i in gone]
+            lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
             lease.kv_len = kv_len
         if self.transfers is not None:
             self.transfers.start()
@@ -384,9 +375,8 @@ class TieredCache:
                 self._counting.copies_ended()
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Tells what computing `tokens` positions took, so that pages are loaded only where that is faster."""
-        if self._traffic is not None:
-            self._traffic.costs.prefilled(tokens, seconds)
+        """Tells what computing `tokens` positions took: what is loaded, and what is kept, is weighed against it."""
+        self._costs.prefilled(tokens, seconds)
 
     def _order_behind(self, lease: Lease, stream: object) -> None:
         """See `Gate.wait_on`."""
@@ -408,7 +398,7 @@ class TieredCache:
         """The encoder outputs that share the tiers of this cache (`EncoderCache` gives and takes tensors)."""
         if self._outputs is None:
             tell = (self._tree, self._room, self._traffic, self._leases, self._admission.numbers, self._end)
-            self._outputs = Outputs(self._lock, *tell, self._storing, self.pool.page_nbytes)
+            self._outputs = Outputs(self._lock, *tell, self._storing, self._costs, self.pool.page_nbytes)
         return self._outputs
 
     # ------------------------------------------------------------------ ends and rolling back

@@ -6,6 +6,7 @@ Must not know prompts, what a page is called, or what follows when a copy ends. 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from kvkeep.lease import Lease
 from kvkeep.tiers.ledger import Ledger
@@ -26,7 +27,6 @@ class Suspended:
         self.slots = slots
         self.identity = lease.identity
         self.media = lease.media
-        self.storable = lease.storable
         self.store = lease.store
         self.epoch = lease.epoch
         self.ready = not slots
@@ -210,7 +210,7 @@ class Copies:
 
     def pages_held_alone(self) -> set[int]:
         """GPU pages that copies hold and no request does."""
-        held = Counter(page for copy in self for page in copy.gpu if page < self._gpu.total)
+        held = Counter(chain.from_iterable(self._gpu.split(copy.gpu)[0] for copy in self))
         return {page for page, count in held.items() if self._gpu.holders(page) == count}
 
     def requests_holding(self, pages: "array[int]") -> list[int]:
@@ -218,5 +218,5 @@ class Copies:
         holders = [self._gpu.holders(page) for page in pages]
         if max(holders, default=0) < 2:
             return holders
-        copying = Counter(page for copy in self for page in copy.gpu)
+        copying = Counter(chain.from_iterable(copy.gpu for copy in self))
         return [count - copying[page] for page, count in zip(pages, holders, strict=True)]

@@ -39,6 +39,12 @@ class Costs:
         load_s = (pages + queued) * self.load_s_per_page
         return load_s <= pages * self._page_size * self.prefill_s_per_token
 
+    def worth(self, seconds: float, nbytes: int, page_nbytes: int) -> float:
+        """What a byte of an output saves, `nbytes` of them that took `seconds`, in what a byte of a KV page does."""
+        if self.prefill_s_per_token is None or not seconds:
+            return 1.0
+        return seconds / nbytes * page_nbytes / (self._page_size * self.prefill_s_per_token)
+
 
 def _mean(before: float | None, now: float) -> float:
     return now if before is None else before + NEWEST_WEIGHT * (now - before)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from kvkeep.errors import BadInput, InvariantViolation, NotReady
 from kvkeep.index.hints import Hint
-from kvkeep.index.names import TOKEN_NBYTES, Identity, PageMedia
+from kvkeep.index.media import NO_MEDIA, Placed, check_ends, chunk_end
+from kvkeep.index.names import TOKEN_NBYTES, Identity
 from kvkeep.index.uses import Began, Use
 
 
@@ -60,7 +61,7 @@ class Lease:
     __slots__ = (
         "base", "base_name", "began", "copies", "epoch", "hint", "holes", "identity", "kv_len", "length", "live",
         "loaded_len", "media", "names", "number", "order", "pages", "path", "prompt_len", "revoked",
-        "storable", "store", "stored", "taken_len", "tokens", "twins", "unread", "use",
+        "store", "stored", "taken_len", "tokens", "twins", "unread", "use",
     )  # fmt: skip
 
     def __init__(
@@ -93,8 +94,7 @@ class Lease:
         # The index: pages up to `stored` are there, the last one as (page, generation) `path` (None: the root); `twins`
         # are the depths where the index has another request's page of equal content.
         self.store = True
-        self.storable: int | None = None
-        self.media: PageMedia = None
+        self.media: Placed = NO_MEDIA
         self.epoch = 0
         self.stored = base
         self.path: tuple[int, int] | None = None
@@ -148,10 +148,20 @@ class Lease:
         sealed_len = self.sealed * page_size
         if not sealed_len <= kv_len <= self.length:
             raise BadInput(f"kv_len {kv_len}: it must be {sealed_len} to {self.length}, sealed to known")
+        check_ends(self.media.units, "kv_len", kv_len)
         if self.read_in_progress and kv_len // page_size > self.sealed:
             raise NotReady(f"{self} has no KV for {kv_len} positions yet: copies of its pages are running")
         if self.unread and kv_len > self.taken_len:
             raise NotReady(f"{self}: a load failed, its KV ends at {self.taken_len}: read matched_len again")
+
+    def chunk_end(self, kv_len: int, want: int) -> int:
+        """Where a prefill chunk ends that begins at `kv_len` and would end at `want`: a media item whose attention is
+        not causal is not split.
+
+        Before such an item, or behind it where the chunk begins with it, however long it is; `holes` are split by the
+        same rule.
+        """
+        return chunk_end(self.media.units, kv_len, want)
 
     @property
     def sealed(self) -> int:

@@ -16,7 +16,8 @@ from enum import StrEnum
 from typing import TypeVar
 
 from kvkeep.index.eviction import Tier
-from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, PageMedia, chain_names, hash64
+from kvkeep.index.media import PageMedia
+from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, chain_names, hash64
 from kvkeep.index.watch import Names, Reason
 from kvkeep.stats import Histogram
 

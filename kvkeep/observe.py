@@ -13,23 +13,21 @@ import numpy as np
 
 from kvkeep.config import EvictionName, check_int
 from kvkeep.errors import BadInput, InvariantViolation
+from kvkeep.index.media import NO_MEDIA, MediaItem, PageMedia, Placed, cut_before_split_item, place_media
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Identities,
     Identity,
     Int32s,
-    MediaItem,
-    PageMedia,
     TokenIds,
     as_token_ids,
     chain_names,
     fingerprint_bytes,
     hash64,
-    page_media,
 )
 from kvkeep.index.orders import make_order
-from kvkeep.index.runs import RunTree
+from kvkeep.index.runs import Match, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse
 from kvkeep.index.watch import watch_tree
 from kvkeep.misses import Cause, Looked, MissLedger
@@ -44,16 +42,13 @@ DIGESTS_MAX = 1 << 16
 class Observed:
     """A request between `begin` and `end`.   would_match: pages that a cache would have had of its prompt."""
 
-    __slots__ = ("began", "identity", "live", "media", "number", "prompt_len", "replica", "storable", "would_match")
+    __slots__ = ("began", "identity", "live", "media", "number", "prompt_len", "replica", "would_match")
 
-    def __init__(
-        self, number: int, identity: Identity, prompt_len: int, media: PageMedia, storable: int | None, replica: int
-    ) -> None:
+    def __init__(self, number: int, identity: Identity, prompt_len: int, media: Placed, replica: int) -> None:
         self.number = number
         self.identity = identity
         self.prompt_len = prompt_len
         self.media = media
-        self.storable = storable
         self.replica = replica
         self.would_match = 0
         self.began = Began(0.0, NO_STAMP, prompt_len)
@@ -132,20 +127,20 @@ class Observer:
             raise BadInput("a prompt of 0 tokens: at least 1 is needed")
         if not 0 <= replica < REPLICAS_MAX:
             raise BadInput(f"replica {replica}: it must be 0 to {REPLICAS_MAX - 1}")
-        by_page, storable = page_media(media, self._page_size, len(ids)) if media else (None, None)
+        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
         limit = (len(ids) - 1) // self._page_size
-        if storable is not None:
-            limit = min(limit, storable)
+        if placed.storable is not None:
+            limit = min(limit, placed.storable)
         with self._lock:
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            seen = Observed(self._requests, identity, len(ids), by_page, storable, replica)
+            seen = Observed(self._requests, identity, len(ids), placed, replica)
             raw = ids.data.cast("B")
-            pages, _, name = self._tree.match(identity, raw, limit, by_page)
+            pages, _, name = self._match(identity, raw, limit, placed.by_page)
             seen.would_match = len(pages)
             place = self._tree.place(pages[-1]) if len(pages) else None
             if place is not None and self._uses is not None:
                 seen.began = Began(self._uses.now(), self._tree.stamp(place), len(ids))
-            self._misses.admitted(seen.number, identity, raw, by_page, Looked(len(pages), limit, name))
+            self._misses.admitted(seen.number, identity, raw, placed.by_page, Looked(len(pages), limit, name))
             self._count(ids, pages, media, replica)
         return seen
 
@@ -155,8 +150,8 @@ class Observer:
         if not 0 <= kv_len <= len(ids):
             raise BadInput(f"kv_len {kv_len}: it must be 0 to {len(ids)}")
         full = kv_len // self._page_size
-        if seen.storable is not None:
-            full = min(full, seen.storable)
+        if seen.media.storable is not None:
+            full = min(full, seen.media.storable)
         with self._lock:
             self._over(seen)
             if full:
@@ -183,6 +178,12 @@ class Observer:
             )
 
     # ------------------------------------------------------------------ inside; the lock is held
+
+    def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> Match:
+        """What a cache would match: never ending inside a whole item."""
+        found = self._tree.match(identity, raw, limit, media)
+        whole = cut_before_split_item(len(found.pages), self._page_size, media)
+        return found if whole == len(found.pages) else self._tree.match(identity, raw, whole, media)
 
     def _count(self, ids: Int32s, pages: "array[int]", media: Sequence[MediaItem], replica: int) -> None:
         self._requests += 1
@@ -214,17 +215,18 @@ class Observer:
         tree, ledger = self._tree, self._ledger
         full = min(full, self._capacity)
         raw = ids.data.cast("B")[: full * self._page_nbytes]
-        found, _, name = tree.match(seen.identity, raw, full, seen.media)
+        media = seen.media.by_page
+        found, _, name = tree.match(seen.identity, raw, full, media)
         place = tree.place(found[-1]) if found else tree.root(seen.identity)
         assert place is not None
         bit = np.uint64(1 << seen.replica)
         new = full - len(found)
         if new:
-            names = chain_names(name, raw[len(found) * self._page_nbytes :], self._page_nbytes, len(found), seen.media)
+            names = chain_names(name, raw[len(found) * self._page_nbytes :], self._page_nbytes, len(found), media)
             opened = ledger.open(new, seen.number)
             ledger.seal(opened, seen.number)
             self._computed_by[as_index(opened)] = bit
-            inserted = tree.insert(place, names, raw[len(found) * self._page_nbytes :], opened, seen.media)
+            inserted = tree.insert(place, names, raw[len(found) * self._page_nbytes :], opened, media)
             place = tree.place(inserted.last)
             ledger.release(opened, seen.number)
             tree.offer(opened[-1])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 
+from kvkeep.costs import Costs
 from kvkeep.errors import BadInput, OutOfPages
 from kvkeep.index.hints import Hint
 from kvkeep.index.names import Identity
@@ -77,7 +78,7 @@ class Outputs:
     """The encoder outputs of one cache.
 
     lock, tree, room, traffic, leases, storing: the cache's.   numbers: of leases.   end: ends a lease, under the lock.
-    page_nbytes: bytes of a page, in both tiers.
+    costs: what computing KV takes.   page_nbytes: bytes of a page, in both tiers.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Outputs:
         numbers: Iterator[int],
         end: Callable[[Lease], None],
         storing: Storing,
+        costs: Costs,
         page_nbytes: int,
     ) -> None:
         self._lock = lock
@@ -101,6 +103,7 @@ class Outputs:
         self._numbers = numbers
         self._end = end
         self._storing = storing
+        self._costs = costs
         self._slots = self._ledger.allow_slots(page_nbytes)
         if tree.host is not None:
             tree.host.ledger.allow_slots(page_nbytes)
@@ -277,6 +280,7 @@ class Outputs:
         again = run.use is not None
         path = PathUse(self._tree.stamp(place), run, run.end, run.end if again else 0, run.key, run.names, run.began, 0)
         run.use = self._uses.used(path)
+        run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)
         if run.hint is not None:
             self._uses.hint(run.use, run.hint)
 

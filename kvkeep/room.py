@@ -24,7 +24,7 @@ from kvkeep.traffic import Traffic
 WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
 #: How often an admission that takes as many pages as the window has looks through it for pages with a host copy: for
 #: each page it looks at no more runs than that.
-LOOKS_A_WINDOW = 4
+LOOKS_A_WINDOW = 2
 #: Into how many parts the window is cut: so many pages leave before it is looked through again for pages to copy down.
 CLEAN_PARTS = 8
 #: Where one of the last admissions asked for more than that, as many are kept copied down: the next may ask for them.
@@ -113,7 +113,7 @@ class Room:
         Raises `OutOfPages`, before anything has been dropped, when free and droppable pages do not suffice.
         """
         ledger = self._ledger
-        need = count + (ledger.pages_for_slot(rest) if rest else 0)
+        need = count + (ledger.slots.pages_for(rest, idle=True) if ledger.slots is not None else 0)
         if need > ledger.free + ledger.idle:
             raise self.out_of_pages(need, need - ledger.free - ledger.idle)
         self._expect(count)
@@ -255,7 +255,8 @@ class Room:
         if drains is not None and len(run.pages) <= fit:
             pages, slots = self._ledger.split(run.pages)
             given = min(count, drains.count_max - drains.count, len(pages))
-            spared = self._ledger.idle - len(pages) - self._ledger.idle_pages_of(slots)
+            held = self._ledger.slots.idle_pages_of(slots) if self._ledger.slots is not None else 0
+            spared = self._ledger.idle - len(pages) - held
             copy = traffic.demote_whole(run, given, owner) if count - given <= spared else None
             if copy is not None:
                 drains.add(copy)

@@ -26,7 +26,8 @@ from kvkeep.cache import TieredCache
 from kvkeep.copies import Suspended
 from kvkeep.errors import BadInput, InvariantViolation, NoRoomInTime, ServiceClosed
 from kvkeep.handles import Desk, LeaseHandle, stopped
-from kvkeep.index.names import MediaItem, TokenIds, as_int32
+from kvkeep.index.media import MediaItem
+from kvkeep.index.names import TokenIds, as_int32
 from kvkeep.lease import Lease
 from kvkeep.telemetry.snapshot import CacheKey, CacheSnapshot
 

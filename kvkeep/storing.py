@@ -8,7 +8,8 @@ pages on it are its own, or another request's of equal content (twins), which ma
 
 from kvkeep.errors import InvariantViolation
 from kvkeep.index.hints import Hint
-from kvkeep.index.names import TOKEN_NBYTES, Hash64, chain_names, media_before
+from kvkeep.index.media import NO_MEDIA, media_before
+from kvkeep.index.names import TOKEN_NBYTES, Hash64, chain_names
 from kvkeep.index.runs import Place, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse
 from kvkeep.lease import Lease
@@ -39,7 +40,7 @@ class Storing:
             return []
         parent = lease.names[-1] if lease.names else lease.base_name
         raw = lease.raw(first, last, self._page_size)
-        return chain_names(parent, raw, self._page_nbytes, first, lease.media, self._hash)
+        return chain_names(parent, raw, self._page_nbytes, first, lease.media.by_page, self._hash)
 
     def seal_pages(self, lease: Lease, names: list[int]) -> None:
         """The lease's next `len(names)` pages become READY."""
@@ -49,7 +50,7 @@ class Storing:
 
     def store(self, lease: Lease) -> bool:
         """Puts the lease's sealed pages into the tree and stamps its path; False when there was nothing to put."""
-        last = lease.sealed if lease.storable is None else min(lease.sealed, lease.storable)
+        last = lease.sealed if lease.media.storable is None else min(lease.sealed, lease.media.storable)
         if last <= lease.stored or not lease.store or lease.epoch != self.epoch:
             return False
         place = self.place(lease) or self._begin_again(lease)
@@ -59,7 +60,7 @@ class Storing:
             lease.names[first - lease.base : last - lease.base],
             lease.raw(first, last, self._page_size),
             lease.pages[first:last],
-            lease.media,
+            lease.media.by_page,
         )
         lease.twins.extend(range(first, first + done.twins))
         lease.stored = last
@@ -140,11 +141,8 @@ class Storing:
         del lease.names[max(full - lease.base, 0) :]
         lease.stored = min(lease.stored, full)
         lease.twins = [d for d in lease.twins if d < full]
-        if lease.media:
-            lease.media, cut = media_before(lease.media, length)
-            if cut is not None:  # what is left of an item has no identity
-                known = cut // self._page_size
-                lease.storable = known if lease.storable is None else min(known, lease.storable)
+        if lease.media is not NO_MEDIA:
+            lease.media = media_before(lease.media, length, self._page_size)
         if place is not None and place.depth > full:
             page = self._tree.page_at(place, full - 1) if full else None
             lease.path = None if page is None else self.page_id(page)

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from kvkeep.copies import Copies, Copy, Suspended
 from kvkeep.costs import Costs
+from kvkeep.index.media import cut_before_split_item
+from kvkeep.index.names import TOKEN_NBYTES
 from kvkeep.index.run import Run
 from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
@@ -188,10 +190,10 @@ class Traffic:
     # ------------------------------------------------------------------ stores
 
     def demote(self, copy: Copy, run: Run, count: int, fit: int) -> int:
-        """Adds the last `count` or fewer GPU pages of `run`, which have no host copy, to a copy down: they leave the GPU.
+        """Adds the last `count` or fewer GPU pages of `run`, which have no host copy, to a copy down: off the GPU.
 
-        fit: how many still fit on the link.   Returns how many are added.  0 when there is no place for even one: then
-        the pages can only be dropped.
+        fit: how many still fit on the link.
+        Returns how many are added; 0 when there is no place for even one: then they can only be dropped.
         """
         count = self._room(min(count, fit), run.stretch(run.gpu_end - 1)[0])
         if count:
@@ -228,9 +230,11 @@ class Traffic:
         """Starts a copy down of an output; it has a host copy from now on.  None when there is no place, or no copy."""
         pages, slots = self._gpu.split(run.pages)
         rest = self._gpu.place(slots[0]).nbytes if slots else 0
+        room = self._host.slots
+        assert room is not None  # since there is an output
         if make_room and len(run.pages) <= self._host.total:
-            self._room(len(pages) + (self._host.free_for_slot(rest) if rest else 0), run.stamps[-1])
-        if self._host.free < len(pages) + (self._host.free_for_slot(rest) if rest else 0):
+            self._room(len(pages) + room.pages_for(rest), run.stamps[-1])
+        if self._host.free < len(pages) + room.pages_for(rest):
             return None  # maybe since what made room took the page that had some for the slot with it
         copy = self.copy_down(cause)
         host = self._host.open(len(pages), copy)
@@ -257,7 +261,7 @@ class Traffic:
         order, seen, looked_at, all_of_it = self._tree.gpu.order, [], 0, True
         outputs: list[tuple[Run, bool]] = []
         cold, next_ones, fit = self.copy_down("clean"), self.copy_down("clean"), self.fit
-        ahead = max(window, min(ahead, window + self._host.free))
+        ahead = max(window, ahead) if self._host.free else window
         while all_of_it and looked_at < ahead and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)
@@ -385,9 +389,10 @@ class Traffic:
     def _failed_load(self, copy: Copy) -> None:
         """The chain ends before the first page that did not come.  One lease inherits the targets, the others end."""
         place = self._tree.place(copy.gpu[0])
-        heir = next((lease for lease in copy.leases if self._may_inherit(lease, copy)), None) if place else None
-        if heir is not None and place is not None:
-            self._shorten(heir, copy, place.depth - 1)
+        depth = place.depth - 1 if place else 0
+        heir = next((lease for lease in copy.leases if self._may_inherit(lease, copy, depth)), None) if place else None
+        if heir is not None:
+            self._shorten(heir, copy, depth)
         for lease in [lease for lease in copy.leases if lease is not heir]:
             self.copies.revoke(lease)
         place = self._tree.place(copy.gpu[0])
@@ -398,10 +403,15 @@ class Traffic:
         self._host.release(copy.host, copy)
         self._offer(self._tier, copy.host)
 
-    @staticmethod
-    def _may_inherit(lease: Lease, copy: Copy) -> bool:
-        """Whether the lease waits for nothing else, and matched nothing behind the copy: it could not write there."""
-        return lease.base > 0 and lease.copies == {copy} and lease.pages[lease.base - 1] in copy.gpu
+    def _may_inherit(self, lease: Lease, copy: Copy, depth: int) -> bool:
+        """Whether the lease waits for nothing else, and matched nothing behind the copy: it could not write there.
+
+        Nor where the copy begins inside an item whose attention is not causal: the lease would compute a part of it.
+        """
+        if not lease.base or lease.copies != {copy} or lease.pages[lease.base - 1] not in copy.gpu:
+            return False
+        page_size = self._tree.page_nbytes // TOKEN_NBYTES
+        return depth == cut_before_split_item(depth, page_size, lease.media.by_page)
 
     def _shorten(self, heir: Lease, copy: Copy, depth: int) -> None:
         """`heir` computes the pages from `depth` on itself; their token ids come from the tree while it has them."""

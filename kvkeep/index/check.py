@@ -8,6 +8,7 @@ from array import array
 from kvkeep.errors import InvariantViolation
 from kvkeep.index.eviction import NO_TAIL, Tier, gpu_stamp, host_stamp
 from kvkeep.index.family import parent_of
+from kvkeep.index.output import Output
 from kvkeep.index.run import NOWHERE, Run
 from kvkeep.index.runs import RunTree
 from kvkeep.index.tiermap import TierMap
@@ -20,6 +21,8 @@ def check_tree(tree: RunTree) -> None:
         on_gpu += len(run.pages)
         _check_run(run)
         _check_map(tree.gpu, run, run.pages)
+        if isinstance(run, Output):
+            _check_size(tree.gpu, run, run.pages)
         if run.host is not None:
             on_host += sum(h != NOWHERE for h in run.host)
             _check_host(tree, run, run.host)
@@ -71,6 +74,17 @@ def _check_map(tier: TierMap, run: Run, pages: "array[int]") -> None:
     for i, page in enumerate(pages):
         if page != NOWHERE and (tier.run_of[page] is not run or tier.depth_of[page] != run.start + i):
             raise InvariantViolation(f"tree: page {page} is mapped to another place than run {run.serial}")
+
+
+def _check_size(tier: TierMap, run: Output, pages: "array[int]") -> None:
+    """An output has as many pages as its bytes take, and a slot of the right size for the rest."""
+    slots = tier.ledger.slots
+    if not pages or slots is None:
+        return
+    whole, rest = slots.cut(run.nbytes)
+    found = tier.ledger.split(pages)[1]
+    if len(pages) - len(found) != whole or [rest] * bool(rest) != [slots.place(slot).nbytes for slot in found]:
+        raise InvariantViolation(f"tree: output {run.serial} of {run.nbytes} bytes lies in {list(pages)}")
 
 
 def _check_host(tree: RunTree, run: Run, host: "array[int]") -> None:

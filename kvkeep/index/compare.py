@@ -5,7 +5,8 @@ Must not know tiers or who owns a page.
 
 from typing import Any
 
-from kvkeep.index.names import Hash64, PageMedia, page_name
+from kvkeep.index.media import ByPage, MediaItem, PageMedia
+from kvkeep.index.names import Hash64, page_name
 from kvkeep.index.run import Run
 
 
@@ -47,8 +48,19 @@ class Compare:
         """How many of `count` pages `raw[offset:]`, the first at `depth`, equal `run`'s in tokens and media items."""
         same = run.common(depth - run.start, raw, offset, count, self._page_nbytes)
         if media or run.media:
-            theirs, ours = media or {}, run.media or {}
-            for d in sorted({*theirs, *ours}):
-                if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):
-                    return d - depth
+            return self._common_media(media or {}, run.media or {}, depth, same)
         return same
+
+    @staticmethod
+    def _common_media(theirs: ByPage, ours: ByPage, depth: int, count: int) -> int:
+        """How many of `count` pages from `depth` on have equal items."""
+        # The last that were compared, and are equal: all pages inside a long item have the same tuple.
+        one: tuple[MediaItem, ...] | None = None
+        other: tuple[MediaItem, ...] | None = None
+        for d in sorted({*theirs, *ours}):
+            if depth <= d < depth + count:
+                one_before, other_before = one, other
+                one, other = theirs.get(d, ()), ours.get(d, ())
+                if (one is not one_before or other is not other_before) and one != other:
+                    return d - depth
+        return count

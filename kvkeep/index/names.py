@@ -9,10 +9,9 @@ H is XXH3 at 64 bits with the parent's name as its seed and token ids as little-
 across processes and machines.
 """
 
-import operator
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvkeep.errors import BadInput, InvariantViolation
+from kvkeep.index.media import MediaItem, PageMedia, is_integer
 
 #: Anything that holds token ids: a numpy array or `array` of integers, a buffer, or a sequence of ints.
 #: `bytes`, `bytearray` and unsigned-byte views are read as native int32.
@@ -33,46 +33,11 @@ Int32s = npt.NDArray[np.int32]
 Hash64 = Callable[[Any, int], int]
 
 TOKEN_NBYTES = 4
-DIGEST_NBYTES_MIN = 16
 
 #: Beyond it they are all forgotten, and made again.
 IDENTITIES_MAX = 4096
 
 hash64: Hash64 = xxhash.xxh3_64_intdigest
-
-
-@dataclass(frozen=True, slots=True)
-class MediaItem:
-    """A span of placeholder tokens that stands for an image, a clip or another non-text input.
-
-    offset, length: token positions, from the start of the sequence.
-    digest: cryptographic digest of the raw bytes and the preprocessing parameters, 16 bytes or more; None when the
-        content has no identity: then its pages, and all that follow, are neither matched nor stored.
-    causal: False where attention inside the item looks ahead: then a match never ends inside the item.
-    """
-
-    offset: int
-    length: int
-    digest: bytes | None
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        if not _is_integer(self.offset) or not _is_integer(self.length) or self.offset < 0 or self.length < 1:
-            raise BadInput(
-                f"media item at {self.offset!r} of length {self.length!r}: offset must be an integer of 0 or more, "
-                "length one of 1 or more"
-            )
-        if self.digest is not None and not isinstance(self.digest, bytes):
-            raise BadInput(f"media digest is {type(self.digest).__name__}: it must be bytes, or None")
-        if self.digest is not None and len(self.digest) < DIGEST_NBYTES_MIN:
-            raise BadInput(
-                f"media digest of {len(self.digest)} bytes: it must be {DIGEST_NBYTES_MIN} bytes or more, "
-                "since it is not compared against the content"
-            )
-
-
-#: Media items by the index of each page they touch; None when there are none.
-PageMedia = Mapping[int, tuple[MediaItem, ...]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +158,8 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
         at, bad = next((i, t) for i, t in enumerate(tokens) if not -(2**31) <= t < 2**31)
         raise BadInput(f"token id {bad} at position {at}: ids must be 0 to 2147483647") from None
     except TypeError:
-        at, bad = next((i, t) for i, t in enumerate(tokens) if not _is_integer(t))
+        at, bad = next((i, t) for i, t in enumerate(tokens) if not is_integer(t))
         raise BadInput(f"token id {bad!r} at position {at} is {type(bad).__name__}: ids must be integers") from None
-
-
-def _is_integer(token: Any) -> bool:
-    try:
-        operator.index(token)
-    except TypeError:
-        return False
-    return True
 
 
 def _from_buffer(tokens: Any) -> npt.NDArray[np.int32]:
@@ -227,53 +184,6 @@ def _from_buffer(tokens: Any) -> npt.NDArray[np.int32]:
         at = int(((ids > 2**31 - 1) | (ids < 0)).argmax())
         raise BadInput(f"token id {int(ids[at])} at position {at}: ids must be 0 to 2147483647")
     return np.ascontiguousarray(ids, dtype=np.int32)
-
-
-def page_media(
-    items: Sequence[MediaItem], page_size: int, length: int
-) -> tuple[dict[int, tuple[MediaItem, ...]] | None, int | None]:
-    """Media items by page, and the number of leading pages that can be named (None: all of them).
-
-    `items` are in order of offset, do not overlap and lie within `length` positions; `BadInput` otherwise.
-    """
-    if not items:
-        return None, None
-    by_page: dict[int, tuple[MediaItem, ...]] = {}
-    nameable: int | None = None
-    end = 0
-    for item in items:
-        if not isinstance(item, MediaItem):
-            raise BadInput(f"media has {type(item).__name__}: it must be a sequence of `MediaItem`")
-        if item.offset < end or item.offset + item.length > length:
-            raise BadInput(
-                f"media item at {item.offset} of length {item.length}: items must be in order, apart, and within "
-                f"the {length} tokens"
-            )
-        end = item.offset + item.length
-        if item.digest is None and nameable is None:
-            nameable = item.offset // page_size
-        if nameable is None:
-            for page in range(item.offset // page_size, (end - 1) // page_size + 1):
-                by_page[page] = (*by_page.get(page, ()), item)
-    return by_page, nameable
-
-
-def media_before(media: Mapping[int, tuple[MediaItem, ...]], length: int) -> tuple[PageMedia, int | None]:
-    """Media items of a sequence cut to `length` tokens, and the offset of the item that the cut goes through."""
-    left = {page: tuple(m for m in items if m.offset < length) for page, items in media.items()}
-    cut = [m.offset for items in left.values() for m in items if m.offset + m.length > length]
-    return {page: items for page, items in left.items() if items} or None, min(cut, default=None)
-
-
-def cut_before_split_item(pages: int, page_size: int, media: PageMedia) -> int:
-    """`pages`, less as many as it takes not to end inside an item whose attention is not causal."""
-    while media and pages:
-        end = pages * page_size
-        split = [m for m in media.get(pages - 1, ()) if not m.causal and m.offset < end < m.offset + m.length]
-        if not split:
-            break
-        pages = split[0].offset // page_size
-    return pages
 
 
 def page_name(parent: int, raw: Any, items: tuple[MediaItem, ...] = (), hash_fn: Hash64 = hash64) -> int:

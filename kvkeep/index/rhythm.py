@@ -48,7 +48,9 @@ class RhythmOrder:
             _, _, stamp, run = self._seen[-1]
             if self._stamp(run) == stamp:
                 return run
-        if not fresh or len(runs) <= ALL_MAX:
+        if (
+            not fresh or len(runs) <= ALL_MAX or len(self._seen) < KEPT // 2
+        ):  # few are left: those are not the costliest
             self._compare()
         while not self._choose():
             if not runs:

@@ -6,7 +6,7 @@ Must not know the tree it hangs in beyond its neighbours, nor who owns its pages
 from array import array
 from typing import Any
 
-from kvkeep.index.names import MediaItem
+from kvkeep.index.media import MediaItem
 
 #: In `Run.host`: no copy in host memory.
 NOWHERE = -1

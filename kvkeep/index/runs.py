@@ -19,7 +19,8 @@ from kvkeep.index.compare import Compare
 from kvkeep.index.doubles import Doubles
 from kvkeep.index.eviction import EvictionOrder
 from kvkeep.index.family import add_child, below, parent_of, replace_child
-from kvkeep.index.names import Hash64, Identity, PageMedia, hash64
+from kvkeep.index.media import PageMedia
+from kvkeep.index.names import Hash64, Identity, hash64
 from kvkeep.index.run import NOWHERE, Root, Run
 from kvkeep.index.tiermap import TierMap
 from kvkeep.index.uses import NO_STAMP

@@ -17,6 +17,8 @@ from kvkeep.replay.replaying import best_possible, known_future, passes, replay
 from kvkeep.replay.result import Progress, ReplayResult, Settings
 from kvkeep.replay.seat import check_order
 from kvkeep.replay.trace import Trace
+from kvkeep.replay.workloads.command import serve
+from kvkeep.replay.workloads.named import PREFIX
 from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.stats import Histogram
 
@@ -46,6 +48,8 @@ class ReplayOptions:
 
 def run(options: ReplayOptions) -> Report:
     """Replays, prints a table and returns the numbers.  Raises `BadInput`."""
+    if str(options.trace).startswith(PREFIX):
+        return serve(options)
     from rich.console import Console
 
     begun = time.perf_counter()
@@ -131,10 +135,7 @@ def remarks(trace: Trace, result: ReplayResult) -> list[str]:
     out = []
     if result.evicted_age is not None and result.evicted_age.count:
         out.append(f"matches stopped at pages evicted {_ages(result.evicted_age)}")
-    if trace.bad:
-        out.append(f"{trace.bad} malformed lines were left out")
-    if trace.note:
-        out.append(trace.note)
+    out += trace.remarks
     if result.counts.unserved:
         out.append(f"{result.counts.unserved} requests are larger than the GPU tier, or empty, and were not served")
     return out

@@ -12,8 +12,8 @@ Must not know names, tokens, bytes or streams.  Callers hold the cache's lock.
 Owners are counted in one word a page, `2 * holders + kept`: `holders` are requests (and copies), `kept` is 1 while
 the index owns the page.  So 0 is nobody, 1 is "cached and droppable", and a count below zero cannot hide.
 
-A slot (`slots.py`) is a page of its own to all of this, with an id behind those of the pages; in a batch slots stand at
-the end.  The page that slots are in is OPEN and owned by `SLOTS` until the last of them is FREE.
+A slot (`slots.py`) is a page of its own to all of this, with an id behind those of the pages; among one owner's pages
+slots stand at the end.  The page that slots are in is OPEN and owned by `SLOTS` until the last of them is FREE.
 """
 
 from array import array
@@ -26,8 +26,7 @@ from kvkeep.tiers.slots import SlotPlace, Slots
 
 __all__ = ["INDEX", "SCALAR_PAGES_MAX", "SLOTS", "Ledger", "State", "as_index", "page_ids"]
 
-#: The least slot ids that there is room for once there is one.
-SLOT_IDS_MIN = 256
+SLOT_IDS_MIN = 256  # that there is room for once there is a slot
 
 # The states as plain ints: reading an enum member costs 50 ns, in loops over pages.
 _FREE, _OPEN, _READY, _LOADING, _DRAINING = (int(s) for s in State)
@@ -110,11 +109,19 @@ class Ledger:
 
     def ready_head(self, pages: "array[int]") -> int:
         """How many of `pages`, from the start up to the first that is not, are READY."""
+        if len(pages) <= SCALAR_PAGES_MAX:
+            return next((i for i, p in enumerate(pages) if self._states[p] != _READY), len(pages))
         late = (self._states_np.take(as_index(pages)) != _READY).nonzero()[0]
         return int(late[0]) if len(late) else len(pages)
 
     def draining(self, pages: "array[int]") -> tuple["array[int]", "array[int]"]:
         """Those of `pages` that are DRAINING, and the others."""
+        if len(pages) <= SCALAR_PAGES_MAX:
+            states = self._states
+            return (
+                array("i", [p for p in pages if states[p] == _DRAINING]),
+                array("i", [p for p in pages if states[p] != _DRAINING]),
+            )
         ids = as_index(pages)
         found = self._states_np.take(ids) == _DRAINING
         draining, others = ids[found], ids[~found]
@@ -286,15 +293,12 @@ class Ledger:
 
         A page that was DRAINING is written when those who read it are over.
         """
-        states = self._states_np.take(as_index(pages))
-        bad = (states != _OPEN) & (states != _DRAINING)
-        if np.count_nonzero(bad):
-            raise self._broken("loaded", pages[int(bad.argmax())])
+        self._expect(pages, (_OPEN, _DRAINING), "loaded")
         self._set_state(pages, _LOADING)
 
     def unload(self, pages: "array[int]", copy: object) -> None:
         """LOADING -> DRAINING: `copy` will not be made, one copy still reads the pages, and the index has none."""
-        self._expect(pages, _LOADING, "unloaded")
+        self._expect(pages, (_LOADING,), "unloaded")
         for p in pages:
             if self._words[p] not in (4, 6):
                 raise self._broken("unloaded", p)
@@ -303,11 +307,13 @@ class Ledger:
 
     def generations(self, pages: "array[int]") -> "array[int]":
         """The generations of `pages`, as array('q')."""
+        if len(pages) <= SCALAR_PAGES_MAX:
+            return array("q", [self._generations[p] for p in pages])
         return array("q", self._generations_np.take(as_index(pages)).tobytes())
 
     def land(self, pages: "array[int]", copy: object) -> int:
         """LOADING -> READY: the bytes are there and `copy` lets go.  Returns how many nobody wanted any more."""
-        self._expect(pages, _LOADING, "landed")
+        self._expect(pages, (_LOADING,), "landed")
         self._set_state(pages, _READY)
         return self.release(pages, copy)
 
@@ -316,10 +322,7 @@ class Ledger:
 
         A page with one holder left becomes its OPEN page, one without becomes FREE.  Returns how many did.
         """
-        before = self._states_np.take(as_index(pages))
-        bad = (before != _LOADING) & (before != _DRAINING)
-        if np.count_nonzero(bad):
-            raise self._broken("handed over", pages[int(bad.argmax())])
+        self._expect(pages, (_LOADING, _DRAINING), "handed over")
         for p in pages:
             if self._words[p] not in (2, 4):
                 raise self._broken("handed over to more than one", p)
@@ -340,19 +343,28 @@ class Ledger:
 
     def follow(self, pages: "array[int]") -> None:
         """DRAINING -> OPEN: the heir's writes come after the copy that still reads the pages, and holds them."""
-        self._expect(pages, _DRAINING, "written behind its copy")
+        self._expect(pages, (_DRAINING,), "written behind its copy")
         for p in pages:
             if self._words[p] != 4:
                 raise self._broken("written behind its copy", p)
         self._set_state(pages, _OPEN)
 
-    def _expect(self, pages: "array[int]", state: int, what: str) -> None:
-        bad = self._states_np.take(as_index(pages)) != state
+    def _expect(self, pages: "array[int]", states: tuple[int, ...], what: str) -> None:
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                if self._states[p] not in states:
+                    raise self._broken(what, p)
+            return
+        found = self._states_np.take(as_index(pages))
+        bad = np.logical_and.reduce([found != state for state in states])
         if np.count_nonzero(bad):
             raise self._broken(what, pages[int(bad.argmax())])
 
     def _set_state(self, pages: "array[int]", state: int) -> None:
-        if len(pages):
+        if len(pages) <= SCALAR_PAGES_MAX:
+            for p in pages:
+                self._states[p] = state
+        else:
             self._states_np[as_index(pages)] = state
 
     # ------------------------------------------------------------------ slots
@@ -381,33 +393,16 @@ class Ledger:
         self._states[slot] = _OPEN
         return slot
 
-    def idle_pages_of(self, slots: "array[int]") -> int:
-        """How many pages with these slots, one at most in each, have idle slots only."""
-        found = self.slots
-        return sum(found.all_idle(found.page_of(slot)) for slot in slots) if found is not None else 0
-
-    def free_for_slot(self, nbytes: int) -> int:
-        """How many free pages it takes to open a slot of `nbytes` bytes: 0 or 1."""
-        assert self.slots is not None
-        return int(self.slots.has_room(nbytes) is None)
-
-    def pages_for_slot(self, nbytes: int) -> int:
-        """How many free or idle pages are fewer once a slot of `nbytes` bytes is open: 0 or 1."""
-        assert self.slots is not None
-        page = self.slots.has_room(nbytes)
-        return int(page is None or self.slots.all_idle(page))
-
     def place(self, slot: int) -> SlotPlace:
         """Where a slot is."""
         assert self.slots is not None
         return self.slots.place(slot)
 
     def split(self, pages: "array[int]") -> tuple["array[int]", "array[int]"]:
-        """A batch's pages, and its slots."""
-        count = len(pages)
-        while count and pages[count - 1] >= self.total:
-            count -= 1
-        return pages[:count], pages[count:]
+        """A batch's pages, and its slots: a batch of several outputs has them anywhere."""
+        if not pages or max(pages) < self.total:
+            return pages, array("i")
+        return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)
 
     def _count_idle_slots(self, pages: "array[int]") -> None:
         """`idle` has counted slots of a batch as if they were pages."""
@@ -416,10 +411,7 @@ class Ledger:
         for slot in reversed(pages):
             if slot < self.total:
                 return
-            idle, page = self._words[slot] == 1, slots.page_of(slot)
-            was = slots.all_idle(page)
-            if slots.set_idle(slot, idle):
-                self.idle += slots.all_idle(page) - was - (1 if idle else -1)
+            self.idle += slots.note(slot, self._words[slot] == 1)
 
     def _free_slots(self, pages: "array[int]", slots: Slots) -> "array[int]":
         """Frees the slots of a batch, and pages that have none any more; returns the pages of the batch."""
@@ -429,11 +421,8 @@ class Ledger:
                 raise self._broken("freed twice", slot)
             self._states[slot] = _FREE
             self._generations[slot] += 1
-            page = slots.page_of(slot)
-            was = slots.all_idle(page)
-            self.idle += slots.set_idle(slot, False)  # it has left `idle` as if it were a page
-            empty = slots.close(slot)
-            self.idle += (empty is None and slots.all_idle(page)) - was
+            more_idle, empty = slots.close(slot)
+            self.idle += more_idle
             if empty is not None:
                 self.release(array("i", (empty,)), SLOTS)
         return pages
@@ -446,8 +435,7 @@ class Ledger:
         self._generations = self._generations + array("q", bytes(8 * count))
         self._map()
 
-    def _map(self) -> None:
-        """The same memory for numpy: the arrays are never resized."""
+    def _map(self) -> None:  # the same memory for numpy: the arrays are never resized
         self._words_np = np.frombuffer(self._words, dtype=np.int32)
         self._states_np = np.frombuffer(self._states, dtype=np.int8)
         self._generations_np = np.frombuffer(self._generations, dtype=np.int64)
@@ -490,7 +478,7 @@ class Ledger:
         )
 
     def check_invariants(self) -> None:
-        """Raises `InvariantViolation` when states, counts and the free list do not agree.  O(total)."""
+        """`InvariantViolation` when states, counts and the free list do not agree.  O(total)."""
         words, free, pages = self._words_np, self._free, self._states[: self.total]
         seen = set(zip(self._states, self._words, strict=True))  # a few pairs, however many pages
         slotted = 0 if self.slots is None else self.slots.check_invariants()
@@ -508,6 +496,5 @@ class Ledger:
             ),
             "idle is miscounted": self.idle != int((words[: self.total] == 1).sum()) + slotted,
         }
-        for what, broken in checks.items():
-            if broken:
-                raise InvariantViolation(f"ledger: {what}")
+        if any(checks.values()):
+            raise InvariantViolation(f"ledger: {next(what for what, broken in checks.items() if broken)}")

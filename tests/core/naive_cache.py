@@ -6,7 +6,7 @@ Must not use the cache that it is compared with: its pages are objects without n
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from kvkeep.index.names import MediaItem
+from kvkeep.index.media import MediaItem
 from tests.core.naive import NaiveIndex, PageContent, Prefix
 
 

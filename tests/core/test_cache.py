@@ -25,7 +25,8 @@ from hypothesis.stateful import (
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
-from kvkeep.index.names import Hash64, MediaItem, PageMedia, hash64
+from kvkeep.index.media import MediaItem, PageMedia
+from kvkeep.index.names import Hash64, hash64
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.layout import PageLayout
@@ -264,7 +265,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def kv_len(self, writer: Writer, share: float) -> int:
         low = writer.naive.sealed * PAGE_SIZE
-        kv_len = low + round(share * (writer.lease.length - low))
+        kv_len = writer.lease.chunk_end(low, low + round(share * (writer.lease.length - low)))
+        assert not any(self.naive.cuts(item, kv_len) for item in writer.naive.media)
         self.compute(writer, kv_len)
         return kv_len
 
@@ -288,6 +290,10 @@ class CacheMachine(RuleBasedStateMachine):
         def act() -> None:
             self.cache.truncate(writer.lease, length)
 
+        if any(self.naive.cuts(item, length) for item in writer.naive.media):
+            with pytest.raises(BadInput, match=f"truncate to {length} ends inside the media item"):
+                act()
+            return
         try:
             self.naive.truncate(writer.naive, length)
         except Refused as refused:

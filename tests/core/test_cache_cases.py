@@ -11,7 +11,7 @@ import pytest
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
-from kvkeep.index.names import MediaItem
+from kvkeep.index.media import MediaItem
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.layout import PageLayout

@@ -31,6 +31,14 @@ def test_the_newest_measurement_moves_the_mean_by_a_tenth():
     assert pytest.approx(2.0) == costs.load_s_per_page
 
 
+def test_what_a_byte_of_an_output_saves():
+    """KV of 10 tokens a page, 1 ms a token: 10 ms a page of 1,000 bytes.  An output of 500 bytes took 20 ms."""
+    costs = Costs(10)
+    assert costs.worth(0.020, 500, 1000) == 1.0  # nothing is known of KV
+    costs.prefilled(100, 0.100)
+    assert pytest.approx(4.0) == costs.worth(0.020, 500, 1000)
+
+
 @pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, -1.0), (5, float("inf"))])
 def test_a_prefill_that_cannot_be_is_refused(tokens: int, seconds: float):
     """Zero tokens, a negative or an endless time are bad input."""

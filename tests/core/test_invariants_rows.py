@@ -15,7 +15,8 @@ from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import LruOrder
-from kvkeep.index.names import Hash64, Identity, MediaItem, chain_names, frame, hash64, make_identity, self_test
+from kvkeep.index.media import MediaItem
+from kvkeep.index.names import Hash64, Identity, chain_names, frame, hash64, make_identity, self_test
 from kvkeep.index.runs import RunTree
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool

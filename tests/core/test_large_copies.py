@@ -7,6 +7,7 @@ import pytest
 from kvkeep.errors import BadInput, CannotSuspend
 from kvkeep.index.run import Run
 from kvkeep.room import LOOKS_A_WINDOW
+from kvkeep.traffic import Traffic
 from tests.telemetry.rigs import TwoTiers, prompt
 
 A = prompt(1, 6)
@@ -79,6 +80,65 @@ def test_room_behind_many_short_chains_is_found_by_looking_at_each_a_few_times()
     assert len(looks) < 500 * (LOOKS_A_WINDOW + 2)
     tiers.cache.abort(lease)
     tiers.settle()
+    tiers.check()
+
+
+def test_cold_chains_leave_in_one_copy() -> None:
+    """However many chains have to go down for one admission, the link is asked once."""
+    tiers = TwoTiers(16, 64)
+    for first in range(5):
+        tiers.store(prompt(first, 3))
+    lease = tiers.cache.admit(prompt(9, 15))
+    tiers.settle()
+    copied = tiers.manager.stats().by["d2h", "demote"]
+    assert (1, 15, False) == (copied.copies, copied.pages, lease.read_in_progress)
+    tiers.cache.abort(lease)
+    for first in range(5):
+        assert 12 == tiers.store(prompt(first, 3)).matched_len
+    tiers.check()
+
+
+def test_pages_whose_copy_is_refused_are_the_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transfers are closed by another thread after it was seen that a copy fits: its pages are dropped."""
+    tiers = TwoTiers(16, 64)
+    tiers.store(prompt(1, 15))
+    tiers.cache.close(drain=True, timeout_s=1.0)
+    monkeypatch.setattr(Traffic, "fit", 10)
+    lease = tiers.cache.admit(prompt(2, 15))
+    stats = tiers.cache.stats()
+    assert (16, False, 15, 0) == (len(lease.pages), lease.read_in_progress, stats.pages_lost, stats.pages_demoted)
+    assert (0, 64) == (stats.host_pages_cached, stats.host_pages_free)
+    tiers.cache.finish(lease, 60)
+    tiers.check()
+
+
+def test_a_decode_finds_pages_that_are_copied_down_already() -> None:
+    """Page after page leaves for a long decode: some at a time are copied down ahead, and none is lost."""
+    tiers = TwoTiers(256, 512)
+    for first in range(6):
+        tiers.store(prompt(first, 40))
+    lease = tiers.cache.admit(prompt(9, 14))
+    for number in range(150):
+        tiers.settle()
+        tiers.cache.extend(lease, [number] * 4)
+    stats, copied = tiers.cache.stats(), tiers.manager.stats().by["d2h", "clean"]
+    assert (0, True) == (stats.pages_lost, stats.pages_evicted >= 140)
+    assert copied.pages >= 140 and copied.copies <= 140 / 2 + 10
+    tiers.cache.abort(lease)
+    tiers.check()
+
+
+def test_copies_of_a_chain_that_was_split_still_give_way() -> None:
+    """Of three pages in both tiers two are another chain's beginning by now: all three places below can be had."""
+    tiers = TwoTiers(16, 16)
+    tiers.store(prompt(1, 3))
+    blocker = tiers.cache.admit(prompt(9, 12))  # few pages are free: all are copied down
+    tiers.settle()
+    tiers.cache.abort(blocker)
+    assert 3 == tiers.cache.stats().host_pages_cached
+    tree = tiers.cache._tree
+    tiers.store([*prompt(1, 3)[:8], *prompt(2, 1)])
+    assert 3 == tree.doubles.evict(tree, 3, colder_than=0)
     tiers.check()
 
 

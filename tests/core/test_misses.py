@@ -8,7 +8,7 @@ import pytest
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import OutOfPages
-from kvkeep.index.names import MediaItem
+from kvkeep.index.media import MediaItem
 from kvkeep.lease import Lease
 from kvkeep.misses import Cause, MissLedger
 from kvkeep.tiers.cpu_pool import CpuPool

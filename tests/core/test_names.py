@@ -20,16 +20,13 @@ from hypothesis import strategies as st
 
 from kvkeep.errors import BadInput, InvariantViolation
 from kvkeep.index import names
+from kvkeep.index.media import MediaItem, Placed, cut_before_split_item, media_before, place_media
 from kvkeep.index.names import (
     Fingerprint,
-    MediaItem,
     as_token_ids,
     chain_names,
-    cut_before_split_item,
     frame,
     make_identity,
-    media_before,
-    page_media,
 )
 from tests.core.naive import narrow_hash
 
@@ -44,7 +41,7 @@ def golden() -> dict[str, Any]:
     raw = np.array(IDS, dtype=np.int32).data.cast("B")
     plain = make_identity(FINGERPRINT.encode())
     full = make_identity(FINGERPRINT.encode(), salt=b"salt", adapter=b"adapter v1", label=b"label")
-    by_page, _ = page_media(MEDIA, 4, len(IDS))
+    by_page = place_media(MEDIA, 4, len(IDS)).by_page
     return {
         "plain": plain.name,
         "full": full.name,
@@ -290,15 +287,15 @@ def test_a_page_is_named_by_all_of_its_media() -> None:
 def test_media_goes_to_every_page_that_it_touches() -> None:
     """An item is listed on each page that holds one of its positions, and on no other."""
     first, second = MediaItem(3, 6, b"a" * 16), MediaItem(9, 1, b"b" * 16)
-    by_page, nameable = page_media([first, second], 4, 16)
+    by_page, nameable, _ = place_media([first, second], 4, 16)
     assert ({0: (first,), 1: (first,), 2: (first, second)}, None) == (by_page, nameable)
-    assert (None, None) == page_media([], 4, 16)
+    assert Placed(None, None, ()) == place_media([], 4, 16)
 
 
 def test_an_item_without_a_digest_ends_what_can_be_named() -> None:
     """Pages from the one where it begins on have no name, whatever media follow."""
     items = [MediaItem(1, 2, b"a" * 16), MediaItem(9, 2, None), MediaItem(11, 1, b"b" * 16)]
-    by_page, nameable = page_media(items, 4, 16)
+    by_page, nameable, _ = place_media(items, 4, 16)
     assert ({0: (items[0],)}, 2) == (by_page, nameable)
 
 
@@ -307,14 +304,14 @@ def test_an_item_without_a_digest_ends_what_can_be_named() -> None:
     [
         (lambda: MediaItem(-1, 2, None), "media item at -1 of length 2: offset must be an integer of 0 or more"),
         (lambda: MediaItem(0, 1.5, None), "media item at 0 of length 1.5: .*length one of 1 or more"),  # type: ignore[arg-type]
-        (lambda: page_media(["x"], 4, 4), "media has str: it must be a sequence of `MediaItem`"),  # type: ignore[list-item]
+        (lambda: place_media(["x"], 4, 4), "media has str: it must be a sequence of `MediaItem`"),  # type: ignore[list-item]
         (lambda: MediaItem(0, 0, None), "media item at 0 of length 0: .*length one of 1 or more"),
         (lambda: MediaItem(0, 1, b"a" * 15), "media digest of 15 bytes: it must be 16 bytes or more"),
         (lambda: MediaItem(0, 1, b""), "media digest of 0 bytes"),
         (lambda: MediaItem(0, 1, "0123456789abcdef"), "media digest is str: it must be bytes"),  # type: ignore[arg-type]
-        (lambda: page_media([MediaItem(3, 2, None)], 4, 4), "media item at 3 of length 2.*within the 4 tokens"),
-        (lambda: page_media([MediaItem(2, 1, None), MediaItem(0, 1, None)], 4, 4), "media item at 0.*in order"),
-        (lambda: page_media([MediaItem(0, 2, None), MediaItem(1, 1, None)], 4, 4), "media item at 1.*apart"),
+        (lambda: place_media([MediaItem(3, 2, None)], 4, 4), "media item at 3 of length 2.*within the 4 tokens"),
+        (lambda: place_media([MediaItem(2, 1, None), MediaItem(0, 1, None)], 4, 4), "media item at 0.*in order"),
+        (lambda: place_media([MediaItem(0, 2, None), MediaItem(1, 1, None)], 4, 4), "media item at 1.*apart"),
     ],
 )
 def test_media_that_cannot_be_is_refused(make: Callable[[], Any], says: str) -> None:
@@ -341,7 +338,7 @@ def test_a_match_never_ends_inside_an_item_that_looks_ahead(
 ) -> None:
     """Cut back by as few pages as it takes, and not at all where no such item is split."""
     items = laid_out(gaps)
-    by_page, _ = page_media(items, page_size, 99)
+    by_page = place_media(items, page_size, 99).by_page
 
     def splits(count: int) -> bool:
         end = count * page_size
@@ -355,11 +352,11 @@ def test_a_match_never_ends_inside_an_item_that_looks_ahead(
 def test_media_of_a_sequence_that_was_cut(gaps: list[tuple[int, int, bool]], length: int, page_size: int) -> None:
     """What begins before the cut stays on the pages it touches; an item that the cut goes through is told."""
     items = laid_out(gaps)
-    by_page, _ = page_media(items, page_size, 99)
-    left, cut = media_before(by_page or {}, length)
-    kept, _ = page_media([m for m in items if m.offset < length], page_size, 99)
-    split = [m.offset for m in items if m.offset < length < m.offset + m.length]
-    assert (kept, split[0] if split else None) == (left, cut)
+    left = media_before(place_media(items, page_size, 99), length, page_size)
+    kept = place_media([m for m in items if m.offset < length], page_size, 99)
+    split = [m.offset // page_size for m in items if m.offset < length < m.offset + m.length]
+    units = tuple(unit for unit in kept.units if unit[1] <= length)
+    assert Placed(kept.by_page, split[0] if split else None, units) == left
 
 
 # ---------------------------------------------------------------------- chains
@@ -369,7 +366,7 @@ def test_media_of_a_sequence_that_was_cut(gaps: list[tuple[int, int, bool]], len
 def test_a_chain_goes_on_from_any_page(tokens: list[int], at: int, hash_fn: names.Hash64) -> None:
     """Names are incremental: those of new pages follow from the last name before them."""
     raw = np.array(tokens[: len(tokens) // 4 * 4], dtype=np.int32).tobytes()
-    by_page, _ = page_media(MEDIA, 4, 99)
+    by_page = place_media(MEDIA, 4, 99).by_page
     for media in (None, by_page):
         whole = chain_names(7, memoryview(raw), PAGE_NBYTES, 0, media, hash_fn)
         at = min(at, len(whole))

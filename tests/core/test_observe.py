@@ -7,7 +7,7 @@ import pytest
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation
-from kvkeep.index.names import MediaItem
+from kvkeep.index.media import MediaItem
 from kvkeep.misses import Cause
 from kvkeep.observe import Observer
 from kvkeep.tiers.gpu_pool import GpuPool

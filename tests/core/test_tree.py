@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from kvkeep.index import hints
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, LruOrder
-from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, MediaItem, chain_names, hash64, make_identity
+from kvkeep.index.media import MediaItem
+from kvkeep.index.names import TOKEN_NBYTES, Hash64, Identity, chain_names, hash64, make_identity
 from kvkeep.index.rhythm import RhythmOrder
 from kvkeep.index.runs import Place, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse, Uses

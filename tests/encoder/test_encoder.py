@@ -12,6 +12,8 @@ from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.encoder import EncoderCache, EncoderFingerprint
 from kvkeep.errors import BadInput, OutOfPages
+from kvkeep.index.orders import make_order
+from kvkeep.index.output import Tensor, encoder_identity
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.layout import PageLayout
 from kvkeep.tiers.tracing import TracingLedger
@@ -294,6 +296,53 @@ def test_slots_of_a_page_leave_one_by_one(encoder: EncoderCache, cache: TieredCa
     cache.abort(cache.admit(range(16 * PAGES)))
     assert cache.outputs().stats().outputs == 0
     assert cache.stats().pages_free == PAGES
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_what_took_longer_to_compute_stays_longer(slow: int) -> None:
+    """Of two outputs of one size and rhythm, an order that learns lets go of the one whose bytes save less."""
+    pool = GpuPool.allocate(LAYOUT, 4)
+    order = make_order("rhythm", 4, iter(range(1000)).__next__)
+    cache = TieredCache(CacheConfig(page_size=16), pool, b"model", order=order)
+    outputs, identity = cache.outputs(), encoder_identity(b"fp", b"")
+    cache.prefilled(100, 0.1)
+    for number in (0, 1):
+        hold = outputs.reserve(identity, 2 * LAYOUT.page_nbytes)
+        seconds = 2.0 if number == slow else 0.001
+        outputs.store(
+            hold, digest(number), (Tensor((2 * LAYOUT.page_nbytes,), "uint8", 0, 2 * LAYOUT.page_nbytes),), seconds
+        )
+        outputs.release(hold)
+    cache.abort(cache.admit(range(16)))
+    assert outputs.find(identity, digest(1 - slow)) is None
+    assert outputs.find(identity, digest(slow)) is not None
+
+
+def test_many_outputs_leave_at_once(encoder: EncoderCache, cache: TieredCache) -> None:
+    """Pages and slots of several outputs leave in one batch: no slot is handed out as a page."""
+    computed = [Encoder((1024 + 100 * i,), seed=i) for i in range(1, 9)]  # a page and a slot each
+    for i, compute in enumerate(computed):
+        put(encoder, i, compute)
+    large = Encoder((8 * 1024,))
+    put(encoder, 9, large)
+    cache.check_invariants()
+    assert cache.outputs().stats().outputs < 6
+    for i, compute in [*enumerate(computed), (9, large)]:
+        found = encoder.get(digest(i))
+        if found is not None:
+            with found:
+                assert compute.same(found.tensors)
+
+
+def test_reset_forgets_many_outputs(encoder: EncoderCache, cache: TieredCache) -> None:
+    for i in range(5):
+        put(encoder, i, Encoder((1024 + 100 * i,)))
+    cache.reset()
+    cache.check_invariants()
+    assert cache.stats().pages_free == PAGES
+    for i in range(5):
+        put(encoder, i, Encoder((1024 + 100 * i,)))
+    cache.check_invariants()
 
 
 def test_reset_forgets_outputs(encoder: EncoderCache, cache: TieredCache) -> None:

@@ -21,7 +21,22 @@ for ever: only then does running out of time count as caught.
 `make test` checks that each still applies, `make test-full` that each is caught.
 """
 
-from tests.planted import cache, cuda, engine, index, replay, rhythm, service, sizes, slots, tiers, traffic, transfer
+from tests.planted import (
+    cache,
+    cuda,
+    encoder,
+    engine,
+    index,
+    media,
+    replay,
+    rhythm,
+    service,
+    sizes,
+    slots,
+    tiers,
+    traffic,
+    transfer,
+)
 from tests.planted.bug import Bug
 
 __all__ = ["BUGS", "Bug"]
@@ -30,7 +45,9 @@ BUGS: tuple[Bug, ...] = (
     *tiers.BUGS,
     *index.BUGS,
     *cache.BUGS,
+    *media.BUGS,
     *traffic.BUGS,
+    *encoder.BUGS,
     *engine.BUGS,
     *transfer.BUGS,
     *cuda.BUGS,

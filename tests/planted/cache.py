@@ -30,9 +30,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "cache-matches-what-has-no-digest",
-        CACHE,
-        "limit = min(limit, storable)",
-        "limit = max(limit, storable)",
+        ADMISSION,
+        "limit = limit if media.storable is None else min(limit, media.storable)",
+        "limit = limit if media.storable is None else max(limit, media.storable)",
         (ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",),
     ),
     Bug(
@@ -109,7 +109,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-stores-what-has-no-digest",
         STORING,
-        "last = lease.sealed if lease.storable is None else min(lease.sealed, lease.storable)",
+        "last = lease.sealed if lease.media.storable is None else min(lease.sealed, lease.media.storable)",
         "last = lease.sealed",
         (ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",),
     ),
@@ -204,8 +204,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "truncate-keeps-the-media",
         STORING,
-        "lease.media, cut = media_before(lease.media, length)",
-        "_, cut = media_before(lease.media, length)",
+        "lease.media = media_before(lease.media, length, self._page_size)",
+        "media_before(lease.media, length, self._page_size)",
         (CASES + "test_media_that_was_rolled_back_names_nothing",),
     ),
     Bug(
@@ -240,8 +240,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-drops-more-than-is-short",
         ROOM,
-        "pages = self._tree.evict(short)",
-        "pages = self._tree.evict(count)",
+        "found = self._tree.evict(count)",
+        "found = self._tree.evict(count + 1)",
         (CASES + "test_only_the_coldest_tails_leave_and_only_as_many_as_are_short",),
     ),
     Bug(

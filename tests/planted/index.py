@@ -6,6 +6,7 @@ Must not hold anything but data: see `bugs` for what an entry is.
 from tests.planted.bug import Bug
 
 NAMES = "kvkeep/index/names.py"
+MEDIA = "kvkeep/index/media.py"
 RUN = "kvkeep/index/run.py"
 RUNS = "kvkeep/index/runs.py"
 FAMILY = "kvkeep/index/family.py"
@@ -58,7 +59,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "names-short-digest-trusted",
-        NAMES,
+        MEDIA,
         "DIGEST_NBYTES_MIN = 16",
         "DIGEST_NBYTES_MIN = 8",
         (NAMES_TESTS + "test_media_that_cannot_be_is_refused",),
@@ -86,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "names-media-misses-its-last-page",
-        NAMES,
+        MEDIA,
         "for page in range(item.offset // page_size, (end - 1) // page_size + 1):",
         "for page in range(item.offset // page_size, max(item.offset, end - 2) // page_size + 1):",
         (
@@ -96,9 +97,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "names-page-without-digest-is-named",
-        NAMES,
-        "nameable = item.offset // page_size",
-        "nameable = item.offset // page_size + 1",
+        MEDIA,
+        "storable = item.offset // page_size",
+        "storable = item.offset // page_size + 1",
         (
             NAMES_TESTS + "test_an_item_without_a_digest_ends_what_can_be_named",
             ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",
@@ -106,7 +107,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "names-match-may-end-inside-an-item",
-        NAMES,
+        MEDIA,
         "split = [m for m in media.get(pages - 1, ()) if not m.causal and m.offset < end < m.offset + m.length]",
         "split = [m for m in media.get(pages - 1, ()) if not m.causal and m.offset < end < m.length]",
         (
@@ -116,9 +117,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "names-cut-item-is-not-told",
-        NAMES,
-        "cut = [m.offset for items in left.values() for m in items if m.offset + m.length > length]",
-        "cut = [m.offset for items in left.values() for m in items if m.length > length]",
+        MEDIA,
+        "known = [m.offset // page_size for items in left.values() for m in items if m.offset + m.length > length]",
+        "known = [m.offset // page_size for items in left.values() for m in items if m.length > length]",
         (NAMES_TESTS + "test_media_of_a_sequence_that_was_cut", CASES + "test_a_picture_that_was_cut_is_not_stored"),
     ),
     # The run tree: matches, splits, recency.
@@ -190,8 +191,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-compares-how-many-media",
         COMPARE,
-        "if depth <= d < depth + same and theirs.get(d, ()) != ours.get(d, ()):",
-        "if depth <= d < depth + same and len(theirs.get(d, ())) != len(ours.get(d, ())):",
+        "if (one is not one_before or other is not other_before) and one != other:",
+        "if (one is not one_before or other is not other_before) and len(one) != len(other):",
         (ROWS + "test_row_3_digests_are_compared_in_full",),
     ),
     Bug(
@@ -237,8 +238,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-evicts-more-than-is-short",
         RUNS,
-        "k = idle_tail(run.pages, k if k < count else count)",
-        "k = idle_tail(run.pages, k)",
+        "idle_tail(run.pages, k if k < count else count)",
+        "idle_tail(run.pages, k)",
         (NAIVE_TREE, CASES + "test_only_the_coldest_tails_leave_and_only_as_many_as_are_short"),
     ),
     Bug(

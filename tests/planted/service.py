@@ -5,7 +5,7 @@ Must not hold anything but data: see `bugs` for what an entry is.
 
 from tests.planted.bug import Bug
 
-NAMES = "kvkeep/index/names.py"
+MEDIA = "kvkeep/index/media.py"
 WATCH = "kvkeep/index/watch.py"
 TIERMAP = "kvkeep/index/tiermap.py"
 RUNS = "kvkeep/index/runs.py"
@@ -42,7 +42,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "names-bad-media-is-not-bad-input",
-        NAMES,
+        MEDIA,
         "if not isinstance(item, MediaItem):",
         "if False:",
         (SERVICE_TESTS + "test_bad_input_of_one_who_waits_is_nobody_elses",),
@@ -88,8 +88,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-cut-for-a-failure-is-told-as-an-eviction",
         RUNS,
-        "            self.cut(run, depth, reason)",
-        "            self.cut(run, depth)",
+        "            self.cut(run, run.start if run.whole else depth, reason)",
+        "            self.cut(run, run.start if run.whole else depth)",
         (EVENT_TESTS + "test_a_failed_copy_is_a_reason",),
     ),
     # ------------------------------------------------------------------ the event stream

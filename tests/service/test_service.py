@@ -14,7 +14,8 @@ from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, LeaseEnded, NoRoomInTime, NotReady, OutOfPages
 from kvkeep.index.hints import Discard, Hint
-from kvkeep.index.names import MediaItem, make_identity
+from kvkeep.index.media import MediaItem
+from kvkeep.index.names import make_identity
 from kvkeep.service import KVCacheService
 from kvkeep.telemetry.snapshot import CacheKey
 from kvkeep.tiers.gpu_pool import GpuPool

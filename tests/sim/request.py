@@ -10,7 +10,7 @@ was cut, on the request as well, so that nobody else can have the same.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvkeep.index.names import MediaItem
+from kvkeep.index.media import MediaItem
 from kvkeep.lease import Lease
 from kvkeep.traffic import Suspended
 from tests.sim.device import PAGE_SIZE, Cell, page_of
@@ -104,9 +104,9 @@ class Request:
         pages = self.lease.pages
         return [Cell(pages[p // PAGE_SIZE], p % PAGE_SIZE, self.kvs[p]) for p in range(first, last)]
 
-    def chunk_end(self, last: int) -> int:
-        """`last`, or the end of an item that looks ahead and that a chunk would split there."""
-        return max([last, *(item.end for item in self.items if not item.causal and item.offset < last < item.end)])
+    def inside_unit(self, position: int) -> bool:
+        """Whether an item that looks ahead would be split there."""
+        return any(not item.causal and item.offset < position < item.end for item in self.items)
 
     def in_hole(self, position: int) -> bool:
         """Whether the position's KV is gone."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import OutOfPages
 from kvkeep.index.eviction import Tier
-from kvkeep.index.names import as_int32, make_identity, page_media
+from kvkeep.index.media import place_media
+from kvkeep.index.names import as_int32, make_identity
 from kvkeep.index.output import Output
 from kvkeep.index.run import NOWHERE, Run
 from kvkeep.index.watch import Names, Reason, names_in
@@ -254,7 +255,7 @@ class Before:
         """A prompt was refused: it takes what is on the GPU, as far as it says, and the rest was not to be had."""
         cache, ids = self._world.cache, as_int32(request.tokens)
         limit = (len(ids) - 1) // PAGE_SIZE
-        by_page, _ = page_media([item.media() for item in request.items], PAGE_SIZE, len(ids))
+        by_page = place_media([item.media() for item in request.items], PAGE_SIZE, len(ids)).by_page
         found = cache._tree.match(self._world.identity(request.salt), ids.data.cast("B"), limit, by_page).pages
         matched = -(-len(ids) // PAGE_SIZE) - refusal.asked
         assert 0 <= matched <= len(found)

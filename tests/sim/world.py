@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig, EvictionName, IndexAt
-from kvkeep.errors import CannotSuspend, NotReady, OutOfPages
+from kvkeep.errors import BadInput, CannotSuspend, NotReady, OutOfPages
 from kvkeep.index.eviction import LruOrder
 from kvkeep.index.hints import Discard, Expect, Hint, Pin
 from kvkeep.index.names import Identity, hash64, make_identity
@@ -149,6 +149,7 @@ class World:
                 self._over(request)
             elif request.lease.kv_len < len(request.kvs):  # it inherited the targets of a load that failed
                 assert request.lease.matched_len == request.lease.kv_len
+                assert not request.inside_unit(request.lease.kv_len)
                 self.seen["shortened"] += 1
                 request.forget(request.lease.kv_len)
         if self.watch is not None:
@@ -185,7 +186,7 @@ class World:
             request.holes = []
             return
         first = len(request.kvs)
-        last = request.chunk_end(min(first + count, len(request.tokens)))
+        last = request.lease.chunk_end(first, min(first + count, len(request.tokens)))
         cells = request.compute(first, last, self.weights)
         pages = request.lease.pages
         ahead = range(last, min(last + drafts, len(pages) * PAGE_SIZE))
@@ -219,6 +220,11 @@ class World:
         gone = request.lease.pages[-(-length // PAGE_SIZE) :]
         try:
             self.cache.truncate(request.lease, length)
+        except BadInput:
+            assert request.inside_unit(length)
+            if before is not None:
+                before.unchanged()
+            return
         except (OutOfPages, NotReady) as refusal:
             self.seen["truncate refused"] += 1
             if before is not None and isinstance(refusal, OutOfPages):
@@ -227,6 +233,7 @@ class World:
                 before.unchanged()
                 assert request.lease.read_in_progress
             return
+        assert not request.inside_unit(length)
         request.cut(length)
         self.cache.fence(self.device.event)
 
@@ -260,7 +267,7 @@ class World:
 
     def _admitted(self, request: Request) -> None:
         lease = request.lease
-        assert lease is not None
+        assert lease is not None and not request.inside_unit(lease.kv_len)
         request.know(lease.kv_len, self.weights)
         self.seen["joined"] += any(len(copy.leases) > 1 and copy.cause == "promote" for copy in lease.copies)
 
@@ -320,6 +327,7 @@ class World:
             return
         request.lease, request.ticket = lease, None
         request.holes = list(lease.holes)
+        assert not any(request.inside_unit(end) for hole in request.holes for end in hole)
         self.seen["resumed"] += 1
         self.seen["holes"] += bool(lease.holes)
         assert lease.kv_len == len(request.kvs)

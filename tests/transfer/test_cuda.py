@@ -15,7 +15,7 @@ from kvkeep.transfer.cuda import CudaBackend
 from kvkeep.transfer.cuda_api import CudaFault, Int64s
 from kvkeep.transfer.cuda_ways import CALIBRATION_ROUNDS, Descriptors, Way
 from kvkeep.transfer.manager import TransferManager
-from kvkeep.transfer.plan import Plan, SlotCopy
+from kvkeep.transfer.plan import Cause, Plan, SlotCopy
 from tests.transfer.emulated import ComputeEvent, EmulatedDevice, EmulatedEvent, EmulatedStream
 from tests.transfer.pools import LAYOUT, PAGES, carried_out, fill_all, plan
 from tests.transfer.rigs import make_memory
@@ -188,13 +188,18 @@ def test_slots_beside_a_kernel_are_plain_copies(pages: list[int]):
     ]
 
 
-def test_slots_that_are_not_pinned_go_by_dma():
-    """A batch needs pinned memory, of slots too."""
-    bench = Bench("batch", pin=False)
+@pytest.mark.parametrize("cause", ["promote", "demote"])
+def test_slots_that_are_not_pinned_go_by_dma(cause: Cause, monkeypatch: pytest.MonkeyPatch):
+    """A batch needs pinned memory, of slots too: while pages are pinned in the background only those that are."""
+    monkeypatch.setattr(CpuPool, "pinned_pages", 4)
+    bench = Bench("batch")
     calls = calls_of(bench)
-    bench.launch(plan("promote", [], [], *SLOTS))
-    assert {"copy"} == set(calls)
-    assert [None] == bench.settle()
+    bench.launch(plan(cause, [1], [2], SlotCopy(3, 0, 3, 0, 9)))
+    assert 1 == calls.count("copy_batch")
+    calls.clear()
+    bench.launch(plan(cause, [], [], SlotCopy(4, 0, 4, 0, 9)))
+    assert ["copy"] == calls
+    assert [None, None] == bench.settle()
 
 
 @needs_compiler

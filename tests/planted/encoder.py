@@ -1,0 +1,33 @@
+"""Planted bugs in encoder outputs and the workloads that repeat them.
+
+Must not hold anything but data: see `bugs` for what an entry is.
+"""
+
+from tests.planted.bug import Bug
+
+LEDGER = "kvkeep/tiers/ledger.py"
+ENCODER_TESTS = "tests/encoder/test_encoder.py::"
+
+BUGS: tuple[Bug, ...] = (
+    Bug(
+        "outputs-are-weighed-like-kv",
+        "kvkeep/outputs.py",
+        "run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)",
+        "run.use.worth = 1.0",
+        (ENCODER_TESTS + "test_what_took_longer_to_compute_stays_longer",),
+    ),
+    Bug(
+        "costs-of-an-output-are-not-by-the-byte",
+        "kvkeep/costs.py",
+        "return seconds / nbytes * page_nbytes / (self._page_size * self.prefill_s_per_token)",
+        "return seconds / (self._page_size * self.prefill_s_per_token)",
+        ("tests/core/test_costs.py::test_what_a_byte_of_an_output_saves",),
+    ),
+    Bug(
+        "ledger-takes-slots-for-pages-where-several-outputs-leave",
+        LEDGER,
+        "return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)",
+        "return pages[:-1], pages[-1:]",
+        (ENCODER_TESTS + "test_many_outputs_leave_at_once",),
+    ),
+)
