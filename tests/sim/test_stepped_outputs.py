@@ -296,3 +296,95 @@ def test_copies_of_an_output_take_nothing_from_the_index() -> None:
         rig.cache._traffic.shed()
         rig.cache.check_invariants()
         assert rig.on_gpu(WHOLE)
+
+
+def test_what_goes_down_comes_up_whole() -> None:
+    """Pages and slot of one output, in one copy each way."""
+    rig = OutputRig(pages=6)
+    assert rig.put(LARGE)
+    fill(rig)
+    assert rig.in_host(LARGE) and not rig.on_gpu(LARGE)
+    occurrence = rig.find(LARGE)
+    assert occurrence is not None
+    (load,) = rig.jobs("promote")
+    assert (3, 1) == (len(load.plan), len(load.plan.slots))
+    rig.settle()
+    assert not occurrence.hold.revoked
+    rig.let_go(occurrence)
+
+
+def test_a_slot_goes_down_beside_others() -> None:
+    """Where it is in its page below has nothing to do with where it was above."""
+    rig = OutputRig(pages=6)
+    for which in (SMALL, SMALL_TOO, LESS):
+        assert rig.put(which)
+    rig.world.do(("output", "forget", 0, SMALL))
+    fill(rig)
+    assert rig.in_host(SMALL_TOO) and rig.in_host(LESS)
+    for which in (LESS, SMALL_TOO):
+        occurrence = rig.find(which)
+        assert occurrence is not None
+        rig.settle()
+
+
+@pytest.mark.parametrize("tier_pages", [None, 0])
+def test_an_output_leaves_as_a_whole(tier_pages: int | None) -> None:
+    """One page is short: all of the output is gone, and the rest of its pages is free."""
+    rig = OutputRig(pages=4, tier_pages=tier_pages, suspend_pages=1)
+    assert rig.put(LARGE)
+    rig.do("abort", rig.admitted([9]))
+    assert None is rig.run(LARGE)
+    assert 4 == rig.free
+
+
+def test_an_output_leaves_host_memory_as_a_whole() -> None:
+    """The same below: nothing of it stays, and it is not found."""
+    rig = OutputRig(pages=6, tier_pages=6)
+    assert rig.put(LARGE)
+    fill(rig)
+    assert rig.in_host(LARGE) and not rig.on_gpu(LARGE)
+    tree = rig.cache._tree
+    assert 4 == tree.evict_host(1, 1 << 40)
+    assert None is rig.run(LARGE)
+    assert 6 == rig.host.free
+
+
+def test_pages_promised_already_are_not_spared_for_an_output() -> None:
+    """KV pages are on their way down for the request when the output's turn comes: they are idle no more."""
+    rig = OutputRig(pages=4, tier_pages=16)
+    rig.serve_alone([1, 1, 2, 2, 9])
+    assert rig.put(MIXED)
+    assert 4 == rig.cache.stats().pages_cached
+    request = rig.admitted([8] * 8)
+    assert 4 == len(rig.lease(request).pages)
+    rig.settle()
+    assert request.readable
+
+
+def test_outputs_of_one_name_are_told_apart() -> None:
+    """Two records whose names collide: each gives its own bytes, and one leaves without the other."""
+    rig = OutputRig(narrow_names=True)
+    one, other = 0, 1
+    assert rig.put(one) and rig.put(other)
+    first, second = rig.run(one), rig.run(other)
+    assert first is not None and second is not None and first is not second
+    assert first.key == second.key
+    for which in (one, other):
+        occurrence = rig.find(which)
+        assert occurrence is not None
+        rig.let_go(occurrence)
+    rig.world.do(("output", "forget", 0, one))
+    assert None is rig.run(one) and rig.run(other) is second
+
+
+def test_another_form_does_not_become_the_one_below() -> None:
+    """The encoder gives other tensors than those in host memory: these stay the request's own."""
+    rig = OutputRig(pages=6)
+    assert rig.put(MIXED)
+    fill(rig)
+    assert rig.in_host(MIXED) and not rig.on_gpu(MIXED)
+    occurrence = rig.reserve(MIXED, form=1)
+    assert occurrence is not None
+    rig.write(occurrence)
+    assert None is occurrence.hold.output
+    assert not rig.on_gpu(MIXED)
