@@ -465,3 +465,21 @@ async def test_who_waits_and_is_cancelled_stops_nobody(encoder: EncoderCache) ->
     go_on.set()
     (await first).release()
     assert slow.calls == 1
+
+
+def test_a_reset_while_it_is_computed(encoder: EncoderCache, cache: TieredCache) -> None:
+    """Weights may have changed: what began before is for those who asked before, and is not kept."""
+    old, new = Encoder((100,), seed=1), Encoder((100,), seed=2)
+
+    def slow() -> list[torch.Tensor]:
+        cache.reset()
+        with encoder.get_or_compute(digest(1), new) as output:  # asks after the reset, and does not wait
+            assert output.source == "computed"
+            assert new.same(output.tensors)
+        cache.reset()
+        return old()
+
+    with encoder.get_or_compute(digest(1), slow) as output:
+        assert old.same(output.tensors)
+    assert encoder.get(digest(1)) is None
+    assert cache.stats().pages_free == PAGES

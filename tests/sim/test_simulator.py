@@ -20,7 +20,9 @@ CHUNK = 100
 REACHED = (
     "matched host pages", "matched GPU pages", "joined", "shortened", "revoked", "holes", "resumed", "closed", "died",
     "stuck", "aborted while copying", "admit refused", "extend refused", "truncate refused", "suspend refused",
-    "resume refused", "resume too early",
+    "resume refused", "resume too early", "outputs found", "outputs held twice", "outputs stored",
+    "outputs stored by another", "outputs refused", "outputs loaded", "outputs joined", "outputs too old to store",
+    "outputs released while copying", "outputs forgotten",
 )  # fmt: skip
 
 
