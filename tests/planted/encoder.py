@@ -10,6 +10,13 @@ ENCODER_TESTS = "tests/encoder/test_encoder.py::"
 
 BUGS: tuple[Bug, ...] = (
     Bug(
+        "rhythm-looks-at-outputs-alone",
+        "kvkeep/index/rhythm.py",
+        "self._compare(DRAWN_WHOLE)",
+        "self._compare(0)",
+        (ENCODER_TESTS + "test_few_cold_pages_among_many_outputs_are_found",),
+    ),
+    Bug(
         "outputs-are-weighed-like-kv",
         "kvkeep/outputs.py",
         "run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)",
