@@ -188,7 +188,6 @@ def _size(arguments: argparse.Namespace) -> Report:
             sessions=arguments.sessions,
             limit=arguments.limit,
             best=not arguments.no_best,
-            sampled=arguments.sample,
             plot=arguments.plot,
             tokenizer=arguments.tokenizer,
             skip_bad=arguments.skip_bad,
@@ -337,8 +336,7 @@ def _add_size(commands: "argparse._SubParsersAction[Parser]") -> None:
     add("--cpu", type=_rate, default=0.0, metavar="SIZE", help="the tier in host memory (none)")
     add("--model", type=Path, metavar="CONFIG", help="the model's config.json: sizes are GiB of its KV")
     add("--kv-dtype", metavar="DTYPE", help="of the KV pool (the model's)")
-    add("--eviction", default="lru", metavar="NAMES", help="orders, with commas; the advice is for the last (lru)")
-    add("--sample", type=_share, default=1.0, metavar="SHARE", help="LRU's pass looks at this share of the pages (1)")
+    add("--eviction", default="lru,rhythm", metavar="NAMES", help="the advice is for the last of these (lru,rhythm)")
     add("--plot", type=Path, metavar="FILE", help="a picture as well: FILE.png or FILE.html")
     _add_json(size)
 
@@ -409,13 +407,6 @@ def _rate(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not usable here: it must be a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _rate(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not usable here: it must be a number above 0, 1 at most")
     return value
 
 

@@ -120,7 +120,7 @@ class EncoderCache:
         self._memory = cache.pool.memory
         self._identity = encoder_identity(fingerprint if isinstance(fingerprint, bytes) else fingerprint.encode(), salt)
         self._lock = threading.Lock()  # guards what follows
-        self._flights: dict[bytes, Future[tuple[torch.Tensor, ...]]] = {}
+        self._flights: dict[bytes, _Flight] = {}
         self._shapes: OrderedDict[bytes, Shapes] = OrderedDict()
         self._coming: list[Hold] = []  # prefetched, not all there yet
 
@@ -143,7 +143,7 @@ class EncoderCache:
                 return output
             flight, leads = self._board(record)
             if leads:
-                return self._lead(record, flight, expect, compute)
+                return self._lead(flight, expect, compute)
             try:
                 computed = flight.result()
             except _Abandoned:
@@ -161,7 +161,7 @@ class EncoderCache:
                 return output
             flight, leads = self._board(record)
             if leads:
-                return await self._lead_async(record, flight, expect, compute)
+                return await self._lead_async(flight, expect, compute)
             try:
                 computed = await asyncio.shield(asyncio.wrap_future(flight))
             except _Abandoned:
@@ -238,109 +238,97 @@ class EncoderCache:
 
     # ------------------------------------------------------------------ computing once
 
-    def _board(self, record: bytes) -> "tuple[Future[tuple[torch.Tensor, ...]], bool]":
-        """The computation of a record that is under way, and whether the caller is the one to do it."""
+    def _board(self, record: bytes) -> "tuple[_Flight, bool]":
+        """The computation of a record that is under way, and whether the caller is the one to do it.
+
+        One that began before the cache was reset is for those who asked before.
+        """
+        epoch = self._outputs.epoch
         with self._lock:
             flight = self._flights.get(record)
-            if flight is not None:
+            if flight is not None and flight.epoch == epoch:
                 return flight, False
-            flight = self._flights[record] = Future()
+            flight = self._flights[record] = _Flight(record, epoch)
             return flight, True
 
-    def _lead(
-        self,
-        record: bytes,
-        flight: "Future[tuple[torch.Tensor, ...]]",
-        expect: Shapes | None,
-        compute: Callable[[], Computed],
-    ) -> EncoderOutput:
+    def _lead(self, flight: "_Flight", expect: Shapes | None, compute: Callable[[], Computed]) -> EncoderOutput:
         try:
-            found = self._find(record, expect, counted=False)  # stored between the first look and boarding
+            found = self._find(flight.record, expect, counted=False)  # stored between the first look and boarding
             if found is not None:
-                self._crash(record, flight, _Abandoned())  # the others find it as well
+                self._crash(flight, _Abandoned())  # the others find it as well
                 return found
             begun = time.perf_counter()
             computed = compute()
-            return self._computed(record, flight, expect, computed, time.perf_counter() - begun)
+            return self._computed(flight, expect, computed, time.perf_counter() - begun)
         except BaseException as error:
-            self._crash(record, flight, error)
+            self._crash(flight, error)
             raise
 
     async def _lead_async(
-        self,
-        record: bytes,
-        flight: "Future[tuple[torch.Tensor, ...]]",
-        expect: Shapes | None,
-        compute: Callable[[], Computed | Awaitable[Computed]],
+        self, flight: "_Flight", expect: Shapes | None, compute: Callable[[], Computed | Awaitable[Computed]]
     ) -> EncoderOutput:
         try:
-            found = await self._find_async(record, expect, counted=False)
+            found = await self._find_async(flight.record, expect, counted=False)
             if found is not None:
-                self._crash(record, flight, _Abandoned())  # the others find it as well
+                self._crash(flight, _Abandoned())  # the others find it as well
                 return found
             begun = time.perf_counter()
             computed = compute() if inspect.iscoroutinefunction(compute) else await asyncio.to_thread(compute)
             if inspect.isawaitable(computed):
                 computed = await computed
-            return self._computed(record, flight, expect, computed, time.perf_counter() - begun)
+            return self._computed(flight, expect, computed, time.perf_counter() - begun)
         except BaseException as error:
-            self._crash(record, flight, error)
+            self._crash(flight, error)
             raise
 
-    def _computed(
-        self,
-        record: bytes,
-        flight: "Future[tuple[torch.Tensor, ...]]",
-        expect: Shapes | None,
-        computed: Computed,
-        seconds: float,
-    ) -> EncoderOutput:
+    def _computed(self, flight: "_Flight", expect: Shapes | None, computed: Computed, seconds: float) -> EncoderOutput:
         """Keeps what was computed, tells those who wait, and holds it for the caller."""
+        record = flight.record
         tensors = _as_tensors(computed)
         layout = _layout(tensors)
         shapes = tuple((t.shape, t.dtype) for t in layout)
         before = self._shapes.get(record, shapes) if expect is None else expect
         if shapes != before:
             raise BadInput(f"the encoder gave {_show(shapes)} for a key that gives {_show(before)}: nothing is kept")
-        hold = self._keep(record, tensors, layout, seconds)
+        hold = self._keep(flight, tensors, layout, seconds)
         with self._lock:
             self._shapes[record] = shapes
             self._shapes.move_to_end(record)
             if len(self._shapes) > SHAPES_REMEMBERED:
                 self._shapes.popitem(last=False)
-        self._land(record, flight, tensors)
+        self._land(flight, tensors)
         return EncoderOutput(tensors, "computed", self._outputs, hold)
 
     def _keep(
-        self, record: bytes, tensors: "tuple[torch.Tensor, ...]", layout: tuple[Tensor, ...], seconds: float
+        self, flight: "_Flight", tensors: "tuple[torch.Tensor, ...]", layout: tuple[Tensor, ...], seconds: float
     ) -> Hold | None:
         """Writes an output into pages and stores it; None when there is no room that nobody holds."""
         try:
-            hold = self._outputs.reserve(self._identity, layout[-1].offset + layout[-1].nbytes)
+            hold = self._outputs.reserve(self._identity, layout[-1].offset + layout[-1].nbytes, flight.epoch)
         except OutOfPages:
             return None
         try:
             self._write(hold, tensors, layout)
-            self._outputs.store(hold, record, layout, seconds)
+            self._outputs.store(hold, flight.record, layout, seconds)
         except BaseException:
             self._outputs.release(hold)
             raise
         return hold
 
-    def _land(
-        self, record: bytes, flight: "Future[tuple[torch.Tensor, ...]]", tensors: "tuple[torch.Tensor, ...]"
-    ) -> None:
-        with self._lock:
-            del self._flights[record]
+    def _land(self, flight: "_Flight", tensors: "tuple[torch.Tensor, ...]") -> None:
+        self._over(flight)
         flight.set_result(tensors)
 
-    def _crash(self, record: bytes, flight: "Future[tuple[torch.Tensor, ...]]", error: BaseException) -> None:
+    def _crash(self, flight: "_Flight", error: BaseException) -> None:
         """Who waits hears of an error, and goes on itself when the one that computed was only stopped."""
-        with self._lock:
-            if self._flights.get(record) is flight:
-                del self._flights[record]
+        self._over(flight)
         if not flight.done():
             flight.set_exception(error if isinstance(error, Exception) else _Abandoned())
+
+    def _over(self, flight: "_Flight") -> None:
+        with self._lock:
+            if self._flights.get(flight.record) is flight:
+                del self._flights[flight.record]
 
     def _joined(self, computed: "tuple[torch.Tensor, ...]", expect: Shapes | None) -> EncoderOutput:
         """What another call computed at the same time, where it could not be kept."""
@@ -388,6 +376,15 @@ class EncoderCache:
             if isinstance(memory, PageMajorMemory):
                 return memory.span(page, offset + nbytes)[offset:]
         return torch.cat([torch.as_tensor(memory.read(*part)) for part in parts])
+
+
+class _Flight(Future["tuple[torch.Tensor, ...]"]):
+    """A computation of a record that is under way.   epoch: how often the cache had been reset when it began."""
+
+    def __init__(self, record: bytes, epoch: int) -> None:
+        super().__init__()
+        self.record = record
+        self.epoch = epoch
 
 
 class _Abandoned(Exception):

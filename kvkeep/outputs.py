@@ -23,7 +23,8 @@ from kvkeep.index.runs import Place, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse
 from kvkeep.lease import Lease
 from kvkeep.room import Room
-from kvkeep.tiers.ledger import Ledger, page_ids
+from kvkeep.storing import Storing
+from kvkeep.tiers.ledger import Ledger
 from kvkeep.traffic import Traffic
 
 #: What a caller expects of an output: shape and dtype of each of its tensors.
@@ -76,7 +77,7 @@ class OutputStats:
 class Outputs:
     """The encoder outputs of one cache.
 
-    lock, tree, room, traffic, leases: the cache's.   numbers: of leases.   end: ends a lease, under the lock.
+    lock, tree, room, traffic, leases, storing: the cache's.   numbers: of leases.   end: ends a lease, under the lock.
     costs: what computing KV takes.   page_nbytes: bytes of a page, in both tiers.
     """
 
@@ -89,6 +90,7 @@ class Outputs:
         leases: dict[int, Lease],
         numbers: Iterator[int],
         end: Callable[[Lease], None],
+        storing: Storing,
         costs: Costs,
         page_nbytes: int,
     ) -> None:
@@ -100,6 +102,7 @@ class Outputs:
         self._leases = leases
         self._numbers = numbers
         self._end = end
+        self._storing = storing
         self._costs = costs
         self._slots = self._ledger.allow_slots(page_nbytes)
         if tree.host is not None:
@@ -140,8 +143,16 @@ class Outputs:
             self._traffic.copies.manager.start()
         return hold
 
-    def reserve(self, identity: Identity, nbytes: int) -> Hold:
-        """Room for an output of `nbytes` bytes, to be written, and then stored or released.  Raises `OutOfPages`."""
+    @property
+    def epoch(self) -> int:
+        """How often the cache was reset."""
+        return self._storing.epoch
+
+    def reserve(self, identity: Identity, nbytes: int, epoch: int | None = None) -> Hold:
+        """Room for an output of `nbytes` bytes, to be written, and then stored or released.  Raises `OutOfPages`.
+
+        epoch: when its computation began; None: now.  If the cache is reset after that, the output is not stored.
+        """
         self.check_size(nbytes)
         with self._lock:
             number = next(self._numbers)
@@ -151,6 +162,7 @@ class Outputs:
                 self._refused += 1
                 raise
             hold = Hold(number, identity, pages, None)
+            hold.epoch = self.epoch if epoch is None else epoch
             self._leases[number] = hold
         return hold
 
@@ -158,10 +170,12 @@ class Outputs:
         """The bytes of a reserved hold are written: from now on they are found.
 
         seconds: what computing them took: what keeping them saves.  Where another has stored the same record
-        meanwhile, that one stays, and these bytes are this hold's alone.
+        meanwhile, that one stays, and these bytes are this hold's alone; so they are after a reset.
         """
         with self._lock:
             self._ledger.seal(hold.pages, hold.number)
+            if hold.epoch != self.epoch:
+                return
             run = find_output(self._tree, hold.identity, record)
             if run is not None and (run.pages or run.tensors != tensors):
                 return
@@ -169,6 +183,7 @@ class Outputs:
                 run = insert_output(self._tree, hold.identity, record, tensors, hold.pages)
             else:  # it is in host memory, or on its way there
                 self._tree.attach(run, hold.pages)
+                self._tree.doubles.add((run,))
                 self._tree.touch(Place(run, run.end))
             run.seconds = seconds
             self._stored += 1
@@ -271,15 +286,8 @@ class Outputs:
 
     def _take(self, nbytes: int, owner: int) -> "array[int]":
         """OPEN pages and a slot for `nbytes` bytes, all or nothing; consecutive pages where they are free."""
-        count, rest = self._slots.cut(nbytes)
-        pages = page_ids(sorted(self._room.take_now(count, owner)))
-        if rest:
-            try:
-                pages.append(self._room.take_slot(rest, owner))
-            except OutOfPages:
-                self._ledger.release(pages, owner)
-                raise
-            self._tree.gpu.fit()
+        pages = self._room.take_whole(*self._slots.cut(nbytes), owner)
+        self._tree.gpu.fit()
         return pages
 
     def _load(self, run: Output, identity: Identity, number: int) -> Hold | None:

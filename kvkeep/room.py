@@ -89,17 +89,10 @@ class Room:
         begun_ns = time.perf_counter_ns()
         pages = array("i")
         while (left := count - ledger.free - len(pages) - (drains.count if drains is not None else 0)) > 0:
-            if self._traffic is None:
-                found = self._tree.evict(left)
-                if not found:
-                    break
-                self.pages_lost += len(found)
-                pages.extend(self._hand(found, left, owner))
-                continue
-            pages.extend(self._evict(left, owner, self._traffic, drains))
-            left = count - ledger.free - len(pages) - (drains.count if drains is not None else 0)
-            if left > 0 and self._tree.gpu.order.coldest() is None and not self._traffic.shed():
+            found = self._some(left, owner, drains)
+            if found is None:
                 break
+            pages.extend(found)
         self.evict_ns += time.perf_counter_ns() - begun_ns
         self.pages_evicted += len(pages)
         rest = count - len(pages)
@@ -114,16 +107,29 @@ class Room:
             pages.extend(copy.promised)
         return pages
 
-    def take_now(self, count: int, owner: int) -> "array[int]":
-        """`take` for an encoder output, whose bytes are there and cannot wait."""
-        self._expect(count)
-        return self.take(count, owner) if count else array("i")
+    def take_whole(self, count: int, rest: int, owner: int) -> "array[int]":
+        """For an encoder output, whose bytes cannot wait: `count` OPEN pages, and a slot of `rest` bytes if any.
 
-    def take_slot(self, nbytes: int, owner: int) -> int:
-        """An OPEN slot for `owner`, in a page that has slots already or in one more.  Raises `OutOfPages`."""
+        Raises `OutOfPages`, before anything has been dropped, when free and droppable pages do not suffice.
+        """
+        ledger = self._ledger
+        need = count + (ledger.slots.pages_for(rest, idle=True) if ledger.slots is not None else 0)
+        if need > ledger.free + ledger.idle:
+            raise self.out_of_pages(need, need - ledger.free - ledger.idle)
+        self._expect(count)
+        slot = array("i", (self._take_slot(rest, owner),) if rest else ())  # first: its page does not leave for others
+        return array("i", sorted(self.take(count, owner))) + slot if count else slot
+
+    def _take_slot(self, nbytes: int, owner: int) -> int:
+        """An OPEN slot, in a page that has slots already or in one more; others leave one by one until it has room."""
         ledger = self._ledger
         while (slot := ledger.open_slot(nbytes, owner)) is None:
-            ledger.release(self.take(1, owner), owner)
+            found = self._some(1, owner, None)
+            if found is None:
+                self._swap_twins(1)
+                continue
+            self.pages_evicted += len(found)
+            ledger.release(found, owner)
         return slot
 
     def could_be_had(self, pages: "array[int]") -> bool:
@@ -137,11 +143,22 @@ class Room:
         held = self._ledger.held - copying
         return OutOfPages(asked=asked, short=short, in_flight=copying, held=held, total=self._ledger.total)
 
+    def _some(self, count: int, owner: int, drains: "Drains | None") -> "array[int] | None":
+        """What cached pages leave for `owner`, `count` at most, or an output; None when none can."""
+        if self._traffic is None:
+            found = self._tree.evict(count)
+            self.pages_lost += len(found) if self._ledger.slots is None else len(self._ledger.split(found)[0])
+            return self._hand(found, count, owner) if found else None
+        if self._tree.gpu.order.coldest() is None and not self._traffic.shed():
+            return None
+        return self._evict(count, owner, self._traffic, drains)
+
     def _hand(self, pages: "array[int]", count: int, owner: int) -> "array[int]":
         """Of pages that have left the tree, `count` or fewer become OPEN ones of `owner`; the rest is free."""
         if self._ledger.slots is not None:
             pages, slots = self._ledger.split(pages)
             self._ledger.drop(pages[count:] + slots)
+            self.pages_evicted += len(pages[count:])
             del pages[count:]
         self._ledger.recycle(pages, owner)
         return pages
@@ -192,12 +209,14 @@ class Room:
                 pages = self._leave(tail, clean, owner, max(count, 0))
                 out.extend(pages)
                 count -= len(pages)
+            if any(tail.whole for tail, _ in tails):
+                break  # it may have freed pages
             if tails:
                 continue
             if run.whole:
-                count -= self._evict_whole(run, owner, traffic, drains, out, count, fit - len(down.gpu))
-                fit = 0  # what follows is of another copy
-                continue
+                if not down.gpu:
+                    self._evict_whole(run, owner, traffic, drains, out, count, fit)
+                break  # it has a copy of its own, and frees pages
             k = run.dirty_tail(len(run.pages), k)
             demoted = traffic.demote(down, run, k, fit - len(down.gpu)) if fit > len(down.gpu) else 0
             if not demoted:
@@ -227,8 +246,8 @@ class Room:
         out: "array[int]",
         count: int,
         fit: int,
-    ) -> int:
-        """An output without a host copy leaves; how many pages that gives the owner, now or when they are copied.
+    ) -> None:
+        """An output without a host copy leaves, and gives the owner `count` pages at most, now or when they are copied.
 
         It is copied down if what the copy holds meanwhile, its slot and pages that the owner does not want, can be
         spared.
@@ -236,16 +255,16 @@ class Room:
         if drains is not None and len(run.pages) <= fit:
             pages, slots = self._ledger.split(run.pages)
             given = min(count, drains.count_max - drains.count, len(pages))
-            spared = self._ledger.idle - len(pages) - self._ledger.idle_pages_of(slots)
+            held = self._ledger.slots.idle_pages_of(slots) if self._ledger.slots is not None else 0
+            spared = self._ledger.idle - len(pages) - held
             copy = traffic.demote_whole(run, given, owner) if count - given <= spared else None
             if copy is not None:
                 drains.add(copy)
-                self.pages_demoted += len(copy.gpu)
-                return len(copy.promised)
-        self.pages_lost += len(run.pages)
-        pages = self._leave(run, len(run.pages), owner, count)
-        out.extend(pages)
-        return len(pages)
+                self.pages_demoted += len(pages)
+                self.pages_evicted += len(pages) - len(copy.promised)
+                return
+        self.pages_lost += len(self._ledger.split(run.pages)[0])
+        out.extend(self._leave(run, len(run.pages), owner, count))
 
     def _leave(self, run: Run, count: int, owner: int, wanted: int) -> "array[int]":
         return self._hand(self._tree.leave(run, count), wanted, owner)

@@ -74,8 +74,12 @@ class Traffic:
         return host[:0]
 
     def worth_loading(self, host: "array[int]", seconds: float) -> bool:
-        """Whether the bytes of an output are there, and loading them is faster than the `seconds` of computing it."""
-        if self._host.ready_head(host) < len(host):
+        """Whether the bytes of an output are there, and loading them is faster than the `seconds` of computing it.
+
+        Not where the load would be refused: no room is to be made for it then.
+        """
+        pages = len(self._host.split(host)[0])
+        if self._host.ready_head(host) < len(host) or not self._manager.takes_load(pages or 1):
             return False
         queued = self._manager.stats().queues.load_pages if self._loads else 0
         return (self.costs.load_s_per_page or 0.0) * (len(host) + queued) <= seconds
@@ -226,16 +230,17 @@ class Traffic:
         """Starts a copy down of an output; it has a host copy from now on.  None when there is no place, or no copy."""
         pages, slots = self._gpu.split(run.pages)
         rest = self._gpu.place(slots[0]).nbytes if slots else 0
-        need = len(pages) + (self._host.free_for_slot(rest) if rest else 0)
-        if (self._room(need, run.stamps[-1]) if make_room else self._host.free) < need:
-            return None
+        room = self._host.slots
+        assert room is not None  # since there is an output
+        if make_room and len(run.pages) <= self._host.total:
+            self._room(len(pages) + room.pages_for(rest), run.stamps[-1])
+        if self._host.free < len(pages) + room.pages_for(rest):
+            return None  # maybe since what made room took the page that had some for the slot with it
         copy = self.copy_down(cause)
         host = self._host.open(len(pages), copy)
         if rest:
             slot = self._host.open_slot(rest, copy)
-            if slot is None:  # what was freed to make room was in the page that had room for it
-                self._host.release(host, copy)
-                return None
+            assert slot is not None
             host.append(slot)
         self._host.load(host)
         self._tree.put_down(run, 0, host)
@@ -254,7 +259,7 @@ class Traffic:
         Those of the `window` coldest may take places of other copies; those up to `ahead` only free ones.
         """
         order, seen, looked_at, all_of_it = self._tree.gpu.order, [], 0, True
-        outputs: list[Run] = []
+        outputs: list[tuple[Run, bool]] = []
         cold, next_ones, fit = self.copy_down("clean"), self.copy_down("clean"), self.fit
         ahead = max(window, ahead) if self._host.free else window
         while all_of_it and looked_at < ahead and (run := order.coldest()) is not None:
@@ -265,7 +270,7 @@ class Traffic:
             looked_at += count
             if run.whole:
                 if count and run.host is None:
-                    outputs.append(run)
+                    outputs.append((run, inside > 0))
                 continue
             # What a colder page did not get a hotter one must not take: the colder would take it over.
             all_of_it = self._clean_tail(cold, run, inside, fit, make_room=True)
@@ -274,8 +279,8 @@ class Traffic:
         for run in seen:
             order.offer(run)
         sent = [copy for copy in (cold, next_ones) if copy.gpu and self._send(copy)]
-        for run in outputs:
-            copy = self._copy_whole("clean", run, make_room=True) if len(run.pages) <= self.fit else None
+        for run, make_room in outputs:
+            copy = self._copy_whole("clean", run, make_room=make_room) if len(run.pages) <= self.fit else None
             if copy is None:
                 all_of_it = False
                 break
@@ -454,24 +459,17 @@ class Traffic:
         """
         held = self.copies.pages_held_alone()
         shed = array("i")
-        outputs: list[array[int]] = []
         runs = {self._tree.gpu.run_of[page] for page in held} - {None}
         for run in sorted(runs, key=lambda run: (-run.start, run.serial)):  # a run's children before it
-            count = 0 if run.gpu_children else len(run.pages)
-            if run.whole:
-                if held.issuperset(self._gpu.split(run.pages)[0]):  # who holds its pages holds its slot
-                    outputs.append(self._tree.leave(run, count))
-                    self._tree.offer_run(run)
-                continue
+            count = 0 if run.gpu_children or run.whole else len(run.pages)  # before an output there is nothing
             k = 0
             while k < count and run.pages[count - 1 - k] in held:
                 k += 1
             if k:
                 shed.extend(self._tree.leave(run, k))
                 self._tree.offer_run(run)
-        for pages in (shed, *outputs):
-            self._gpu.drop(pages)
-        return bool(shed or outputs)
+        self._gpu.drop(shed)
+        return bool(shed)
 
     def _offer(self, tier: TierMap, pages: "array[int]") -> None:
         for run in self._runs(tier, pages):

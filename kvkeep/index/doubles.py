@@ -61,27 +61,28 @@ class Doubles:
         tier = tree.host
         assert tier is not None
         bound, gone, vain = tier.order.rank(colder_than), array("i"), 0
+        want = tier.ledger.free + count
         for _ in range(len(self)):
+            short = want - tier.ledger.free - len(gone)
+            if short <= 0 or vain == LOOK_MAX:
+                break
             run = next(reversed(self._promoted)) if self._promoted else next(iter(self._others))
             self.discard(run)
             if run.whole:
-                free = tier.ledger.free
-                if run.host is not None and _whole_to_go(tree, run, bound):
+                found = _whole_to_go(tree, run, bound)
+                left = not found and bool(run.pages) and run.host is not None
+                if found and run.host is not None:
                     tree.lose_host(run.host[0])
-                    count -= tier.ledger.free - free
-                else:
-                    vain += 1
-                continue
-            found, left = _to_go(tree, run, count - len(gone), bound)
-            gone.extend(found)
+            else:
+                pages, left = _to_go(tree, run, short, bound)
+                found = bool(pages)
+                gone.extend(pages)
             if left:
                 self._others[run] = None
             vain += not found
-            if len(gone) >= count or vain == LOOK_MAX:
-                break
         tier.remove(gone)
         tier.ledger.drop(gone)
-        return len(gone)
+        return count - max(0, want - tier.ledger.free)
 
 
 def _whole_to_go(tree: "RunTree", run: Run, bound: float) -> bool:

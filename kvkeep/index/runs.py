@@ -240,7 +240,8 @@ class RunTree:
     def evict(self, count: int) -> "array[int]":
         """Takes up to `count` idle pages out of the tree, coldest first, tail first; the index still owns them.
 
-        Fewer come back only when nothing else is idle, or idle pages have pages of live requests behind them.
+        Fewer come back only when nothing else is idle, idle pages have pages of live requests behind them, or a whole
+        run has left: more than that may be free then, and its slot stands at the end.
         """
         order = self.gpu.order
         if count == 1 and self.gpu.watch is None:
@@ -261,6 +262,8 @@ class RunTree:
                 out.extend(pages)
             else:
                 out = pages
+            if run.whole:
+                break
             count -= k
         return out
 
@@ -367,8 +370,9 @@ class RunTree:
             if not k:
                 order.shelve(run)
                 continue
+            free = ledger.free
             self.cut(run, run.end - k)
-            done += k
+            done += ledger.free - free  # of a slot's page there may be more that is used
         return done
 
     def cut(self, run: Run, depth: int, reason: Reason = "evicted") -> None:

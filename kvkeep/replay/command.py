@@ -135,10 +135,7 @@ def remarks(trace: Trace, result: ReplayResult) -> list[str]:
     out = []
     if result.evicted_age is not None and result.evicted_age.count:
         out.append(f"matches stopped at pages evicted {_ages(result.evicted_age)}")
-    if trace.bad:
-        out.append(f"{trace.bad} malformed lines were left out")
-    if trace.note:
-        out.append(trace.note)
+    out += trace.remarks
     if result.counts.unserved:
         out.append(f"{result.counts.unserved} requests are larger than the GPU tier, or empty, and were not served")
     return out

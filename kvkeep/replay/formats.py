@@ -93,7 +93,7 @@ def _read_tokens(tokens: Path, sessions: Path, skip_bad: bool) -> Trace:
     if stream.cut is not None:
         note = f"{stream.cut}, {len(stream.data) // 2} tokens"
         if not skip_bad:
-            raise BadInput(f"{note}; --skip-bad replays the sessions that are whole")
+            raise BadInput(f"{note}; --skip-bad uses the sessions that are whole")
     ids = np.frombuffer(stream.data, dtype="<u2", count=len(stream.data) // 2).astype(np.int32)
     chains: list[Int32s] = []
     read: list[list[Request]] = []

@@ -95,7 +95,7 @@ class Lines:
             whole = text.count(b"\n")
             self.note = f"{cut}, {whole} whole lines"
             if not skip:
-                raise BadInput(f"{self.note}; --skip-bad replays those")
+                raise BadInput(f"{self.note}; --skip-bad uses those")
         else:
             self.note = ""
         self._text = text

@@ -59,6 +59,12 @@ class Trace:
     def __post_init__(self) -> None:
         object.__setattr__(self, "requests", sum(map(len, self.sessions)))
 
+    @property
+    def remarks(self) -> list[str]:
+        """What of its file is not in it, in words."""
+        left_out = [f"{self.bad} malformed lines were left out"] if self.bad else []
+        return [*left_out, self.note] if self.note else left_out
+
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:

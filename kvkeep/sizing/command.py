@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import BadInput
-from kvkeep.index.eviction import Tier
 from kvkeep.replay.command import percent
 from kvkeep.replay.formats import read_trace
 from kvkeep.replay.orders import Order
 from kvkeep.replay.pages import Pages
-from kvkeep.replay.seat import TraceClock, make_order
+from kvkeep.replay.seat import check_order
 from kvkeep.replay.trace import Trace, prompt_tokens
 from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.sizing.model import token_nbytes
 from kvkeep.sizing.plot import check_plot, plot
-from kvkeep.sizing.sizing import BEST, Sizing, size_tiers
+from kvkeep.sizing.sizing import BEST, Sizing, marks, size_tiers
 
 GIB = 2**30
 
@@ -30,7 +29,7 @@ class SizeOptions:
 
     gpu, cpu: what the user has: tokens, or with `model` GiB.   evictions: orders; the advice is for the last.
     model: a config.json.   kv_dtype: of the pool, None: the model's.
-    order, sessions, limit: as of `kvkeep replay`.   sampled: what share of pages LRU's pass looks at.
+    order, sessions, limit: as of `kvkeep replay`.
     """
 
     trace: Path
@@ -44,7 +43,6 @@ class SizeOptions:
     sessions: int | None = None
     limit: int | None = None
     best: bool = True
-    sampled: float = 1.0
     plot: Path | None = None
     tokenizer: Path | None = None
     skip_bad: bool = False
@@ -57,7 +55,7 @@ def run(options: SizeOptions) -> Report:
 
     begun = time.perf_counter()
     for name in options.evictions:
-        make_order(name, Tier.GPU, TraceClock())
+        check_order(name)
     if options.plot is not None:
         check_plot(options.plot)
     nbytes = None if options.model is None else token_nbytes(options.model, options.kv_dtype)
@@ -77,13 +75,12 @@ def run(options: SizeOptions) -> Report:
         gpu_tokens=gpu_tokens,
         cpu_tokens=cpu_tokens,
         best=options.best,
-        sampled=options.sampled,
     )
     seconds = time.perf_counter() - begun
     show = Amounts(nbytes)
     console = Console()
     console.print(_table(trace, order, sizing, show))
-    for line in advice(sizing, show):
+    for line in [*advice(sizing, show), *trace.remarks]:
         console.print(line, highlight=False, soft_wrap=True)
     if options.plot is not None:
         plot(sizing, f"{trace.name}, {order}", show.of, options.plot)
@@ -127,12 +124,7 @@ def _table(trace: Trace, order: Order, sizing: Sizing, show: Amounts) -> "object
 
 
 def _mark(sizing: Sizing, size: int) -> str:
-    marks = {
-        sizing.gpu_tokens: "your GPU tier",
-        sizing.gpu_tokens + sizing.cpu_tokens: "your tiers" if sizing.cpu_tokens else "your GPU tier",
-        sizing.knee_tokens: "the knee",
-    }
-    return marks.get(size, "")
+    return ", ".join(mark.what for mark in marks(sizing) if mark.tokens == size)
 
 
 def advice(sizing: Sizing, show: Amounts) -> list[str]:
@@ -166,9 +158,11 @@ def _report(trace: Trace, order: Order, sizing: Sizing, tokens: int, nbytes: int
         "full_tokens": Metric(sizing.full_tokens, "tokens"),
         "prompt_tokens": Metric(tokens, "tokens"),
         "kv_nbytes_per_token": Metric(nbytes, "bytes"),
+        "bad_lines": Metric(trace.bad, "lines"),
         "seconds": Metric(seconds, "s"),
     }
     what: dict[str, JsonValue] = {"trace": trace.name, "order": str(order), "page_size": sizing.page_size}
+    what["note"] = trace.note
     rows = [
         what | {"tokens": size} | {name: shares[i] for name, shares in sizing.shares.items()}
         for i, size in enumerate(sizing.sizes)

@@ -4,13 +4,17 @@ Must not compute a share.
 """
 
 from collections.abc import Callable
+from html import escape
 from io import StringIO
 from pathlib import Path
 
 from kvkeep.errors import BadInput
-from kvkeep.sizing.sizing import BEST, Sizing
+from kvkeep.sizing.sizing import BEST, Sizing, marks
 
 FORMATS = (".png", ".html")
+
+#: Of the marks.
+COLOURS = ("tab:red", "tab:green", "tab:orange", "tab:purple", "tab:cyan")
 
 
 def check_plot(path: Path) -> None:
@@ -36,15 +40,7 @@ def plot(sizing: Sizing, title: str, amount: Callable[[int], str], path: Path) -
             axes.plot(sizing.sizes, percents, label="best possible", linestyle="--", color="0.5")
         else:
             axes.plot(sizing.sizes, percents, label=name, marker="o")
-    gpu, both = sizing.gpu_tokens, sizing.gpu_tokens + sizing.cpu_tokens
-    marks = [(gpu, "your GPU tier", "tab:red"), (sizing.knee_tokens, "the knee", "tab:green")]
-    if sizing.cpu_tokens:
-        marks += [
-            (both, "your tiers", "tab:purple"),
-            (gpu + 2 * sizing.cpu_tokens, "host tier doubled", "tab:cyan"),
-        ]
-    marks.append((both + gpu, "GPU tier doubled", "tab:orange"))
-    for size, what, colour in marks:
+    for colour, (size, what) in zip(COLOURS, marks(sizing), strict=False):
         label = f"{what}: {amount(size)}, {100 * sizing.share(size):.1f} %"
         axes.axvline(size, color=colour, linestyle=":", label=label)
     axes.set_xscale("log", base=2)
@@ -64,7 +60,7 @@ def plot(sizing: Sizing, title: str, amount: Callable[[int], str], path: Path) -
             picture = StringIO()
             figure.savefig(picture, format="svg")
             svg = picture.getvalue()
-            path.write_text(f"<!doctype html>\n<title>{title}</title>\n{svg[svg.index('<svg') :]}")
+            path.write_text(f"<!doctype html>\n<title>{escape(title)}</title>\n{svg[svg.index('<svg') :]}")
     except OSError as error:
         raise BadInput(f"--plot {path}: cannot write ({error.strerror})") from error
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvkeep.replay.pages import Pages
 from kvkeep.replay.replaying import best_possible, known_future, replay
@@ -54,6 +54,22 @@ class Sizing:
         return self.shares[order or self.order][self.sizes.index(tokens)]
 
 
+class Mark(NamedTuple):
+    """A size that matters to the user, and why."""
+
+    tokens: int
+    what: str
+
+
+def marks(sizing: Sizing) -> list[Mark]:
+    """What the user has, what either tier doubled would be, and the knee."""
+    gpu, both = sizing.gpu_tokens, sizing.gpu_tokens + sizing.cpu_tokens
+    out = [Mark(gpu, "your GPU tier"), Mark(sizing.knee_tokens, "the knee"), Mark(both + gpu, "GPU tier doubled")]
+    if sizing.cpu_tokens:
+        out += [Mark(both, "your tiers"), Mark(both + sizing.cpu_tokens, "host tier doubled")]
+    return out
+
+
 def sizes_of_interest(page_size: int, full_tokens: int, gpu_tokens: int, cpu_tokens: int) -> list[int]:
     """Powers of two up to the first that holds all there is to hit; the user's, and either tier doubled."""
     smallest = max(page_size, 16_384)
@@ -73,15 +89,13 @@ def size_tiers(
     gpu_tokens: int,
     cpu_tokens: int = 0,
     best: bool = True,
-    sampled: float = 1.0,
     processes: int | None = None,
 ) -> Sizing:
     """Hit shares of `arrivals` over many sizes: LRU in one pass, other orders by a replay for each size.
 
     A pool counts cached full pages only: pages of requests that run come on top.
-    sampled: what share of the pages LRU's pass looks at.
     """
-    curve = exact_lru(pages, arrivals, sampled)
+    curve = exact_lru(pages, arrivals)
     sizes = sizes_of_interest(pages.page_size, curve.full_tokens, gpu_tokens, cpu_tokens)
     shares: dict[str, list[float]] = {}
     for name in orders:
@@ -96,14 +110,13 @@ def size_tiers(
     return Sizing(sizes, shares, pages.page_size, gpu_tokens, cpu_tokens, curve.full_tokens)
 
 
-def exact_lru(pages: Pages, arrivals: Arrivals, sampled: float = 1.0) -> HitCurve:
+def exact_lru(pages: Pages, arrivals: Arrivals) -> HitCurve:
     """LRU's curve over a trace."""
     return lru_curve(
         (pages.pages_of(request) for request in arrivals.requests),
         pages.distinct,
         page_size=pages.page_size,
         prompt_tokens=prompt_tokens(arrivals.requests),
-        share=sampled,
     )
 
 

@@ -26,8 +26,7 @@ from kvkeep.tiers.slots import SlotPlace, Slots
 
 __all__ = ["INDEX", "SCALAR_PAGES_MAX", "SLOTS", "Ledger", "State", "as_index", "page_ids"]
 
-#: The least slot ids that there is room for once there is one.
-SLOT_IDS_MIN = 256
+SLOT_IDS_MIN = 256  # that there is room for once there is a slot
 
 # The states as plain ints: reading an enum member costs 50 ns, in loops over pages.
 _FREE, _OPEN, _READY, _LOADING, _DRAINING = (int(s) for s in State)
@@ -394,16 +393,6 @@ class Ledger:
         self._states[slot] = _OPEN
         return slot
 
-    def idle_pages_of(self, slots: "array[int]") -> int:
-        """How many pages with these slots, one at most in each, have idle slots only."""
-        found = self.slots
-        return sum(found.all_idle(found.page_of(slot)) for slot in slots) if found is not None else 0
-
-    def free_for_slot(self, nbytes: int) -> int:
-        """How many free pages it takes to open a slot of `nbytes` bytes: 0 or 1."""
-        assert self.slots is not None
-        return int(self.slots.has_room(nbytes) is None)
-
     def place(self, slot: int) -> SlotPlace:
         """Where a slot is."""
         assert self.slots is not None
@@ -422,10 +411,7 @@ class Ledger:
         for slot in reversed(pages):
             if slot < self.total:
                 return
-            idle, page = self._words[slot] == 1, slots.page_of(slot)
-            was = slots.all_idle(page)
-            if slots.set_idle(slot, idle):
-                self.idle += slots.all_idle(page) - was - (1 if idle else -1)
+            self.idle += slots.note(slot, self._words[slot] == 1)
 
     def _free_slots(self, pages: "array[int]", slots: Slots) -> "array[int]":
         """Frees the slots of a batch, and pages that have none any more; returns the pages of the batch."""
@@ -435,11 +421,8 @@ class Ledger:
                 raise self._broken("freed twice", slot)
             self._states[slot] = _FREE
             self._generations[slot] += 1
-            page = slots.page_of(slot)
-            was = slots.all_idle(page)
-            self.idle += slots.set_idle(slot, False)  # it has left `idle` as if it were a page
-            empty = slots.close(slot)
-            self.idle += (empty is None and slots.all_idle(page)) - was
+            more_idle, empty = slots.close(slot)
+            self.idle += more_idle
             if empty is not None:
                 self.release(array("i", (empty,)), SLOTS)
         return pages
@@ -452,8 +435,7 @@ class Ledger:
         self._generations = self._generations + array("q", bytes(8 * count))
         self._map()
 
-    def _map(self) -> None:
-        """The same memory for numpy: the arrays are never resized."""
+    def _map(self) -> None:  # the same memory for numpy: the arrays are never resized
         self._words_np = np.frombuffer(self._words, dtype=np.int32)
         self._states_np = np.frombuffer(self._states, dtype=np.int8)
         self._generations_np = np.frombuffer(self._generations, dtype=np.int64)
@@ -496,7 +478,7 @@ class Ledger:
         )
 
     def check_invariants(self) -> None:
-        """Raises `InvariantViolation` when states, counts and the free list do not agree.  O(total)."""
+        """`InvariantViolation` when states, counts and the free list do not agree.  O(total)."""
         words, free, pages = self._words_np, self._free, self._states[: self.total]
         seen = set(zip(self._states, self._words, strict=True))  # a few pairs, however many pages
         slotted = 0 if self.slots is None else self.slots.check_invariants()
@@ -514,6 +496,5 @@ class Ledger:
             ),
             "idle is miscounted": self.idle != int((words[: self.total] == 1).sum()) + slotted,
         }
-        for what, broken in checks.items():
-            if broken:
-                raise InvariantViolation(f"ledger: {what}")
+        if any(checks.values()):
+            raise InvariantViolation(f"ledger: {next(what for what, broken in checks.items() if broken)}")

@@ -10,7 +10,7 @@ A slot is a stretch of granules of one page.  There are no size classes: with cl
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvkeep.errors import InvariantViolation
@@ -39,12 +39,15 @@ class SlottedPage:
 
 
 class Slots:
-    """The slots of one pool.   page_nbytes: bytes of a page.   first: the least slot id: how many pages there are."""
+    """The slots of one pool.
 
-    def __init__(self, page_nbytes: int, first: int) -> None:
-        step = GRANULES_MAX * ALIGN_NBYTES
+    page_nbytes: bytes of a page.   first: the least slot id: how many pages there are.   align_nbytes: of a granule.
+    """
+
+    def __init__(self, page_nbytes: int, first: int, *, align_nbytes: int = ALIGN_NBYTES) -> None:
+        step = GRANULES_MAX * align_nbytes
         self.page_nbytes = page_nbytes
-        self.granule_nbytes = -(-page_nbytes // step) * ALIGN_NBYTES
+        self.granule_nbytes = -(-page_nbytes // step) * align_nbytes
         self.granules = page_nbytes // self.granule_nbytes
         self.pages: dict[int, SlottedPage] = {}
         self._first = first
@@ -70,6 +73,14 @@ class Slots:
                 return next(iter(pages))
         return None
 
+    def pages_for(self, nbytes: int, *, idle: bool = False) -> int:
+        """How many free pages it takes to open a slot of `nbytes` bytes (0: none is needed): 0 or 1.
+
+        idle: how many free or idle pages are fewer then: a page with idle slots only that has room is one.
+        """
+        page = self.has_room(nbytes) if nbytes else None
+        return int(bool(nbytes) and (page is None or (idle and self.all_idle(page))))
+
     def add_page(self, page: int) -> None:
         """`page` is for slots from now on."""
         self.pages[page] = SlottedPage(self.granules)
@@ -87,9 +98,9 @@ class Slots:
         self._page_of[i], self._at[i], self._nbytes[i], self._is_idle[i] = page, at, nbytes, False
         return slot
 
-    def close(self, slot: int) -> int | None:
-        """The slot is no more; the page that it was in if that was the last one there."""
-        i = slot - self._first
+    def close(self, slot: int) -> tuple[int, int | None]:
+        """The slot is no more.  Returns what `note` does, and the page that it was in if that was the last one there."""
+        more_idle, i = self.note(slot, False), slot - self._first
         page = self._page_of[i]
         slotted = self.pages[page]
         slotted.live -= 1
@@ -97,18 +108,24 @@ class Slots:
         self._spare.append(slot)
         self._page_of[i] = -1
         if slotted.live:
-            return None
+            return more_idle + (slotted.idle == slotted.live), None
         del self.pages[page], self._by_longest[self.granules][page]
-        return page
+        return more_idle, page
 
-    def set_idle(self, slot: int, idle: bool) -> bool:
-        """Notes whether the index alone owns the slot; whether that is new."""
+    def note(self, slot: int, idle: bool) -> int:
+        """Notes whether the index alone owns the slot.  How many idle pages there are more, less idle slots more."""
         i = slot - self._first
         if self._is_idle[i] == idle:
-            return False
+            return 0
+        slotted = self.pages[self._page_of[i]]
+        was = slotted.idle == slotted.live
         self._is_idle[i] = idle
-        self.pages[self._page_of[i]].idle += 1 if idle else -1
-        return True
+        slotted.idle += 1 if idle else -1
+        return (slotted.idle == slotted.live) - was - (1 if idle else -1)
+
+    def idle_pages_of(self, slots: Iterable[int]) -> int:
+        """How many pages with these slots, one at most in each, have idle slots only."""
+        return sum(self.all_idle(self.page_of(slot)) for slot in slots)
 
     def all_idle(self, page: int) -> bool:
         """Whether the index alone owns every slot of a page."""

@@ -131,6 +131,11 @@ class TransferManager:
             left = self._in_flight_nbytes_max - self._in_flight_nbytes - self._queued_nbytes
         return max(0, left // self._page_nbytes) if not self.ended else 0
 
+    def takes_load(self, queue_pages: int) -> bool:
+        """Whether `submit` would take a load of so many pages (`Plan.queue_pages`) now."""
+        with self._lock:
+            return not self.ended and self._queue_takes(queue_pages)
+
     def stats(self) -> TransferStats:
         """Counters since the start, and the queues now."""
         with self._lock:
@@ -295,10 +300,13 @@ class TransferManager:
 
     def _has_room(self, plan: Plan, nbytes: int) -> bool:
         if plan.direction == "h2d":
-            return not self._loads or self._queued_load_pages + plan.queue_pages <= self._queue_pages_max
+            return self._queue_takes(plan.queue_pages)
         if not self._loads and not self._stores and self._alone():
             return True
         return self._in_flight_nbytes + self._queued_nbytes + nbytes <= self._in_flight_nbytes_max
+
+    def _queue_takes(self, pages: int) -> bool:
+        return not self._loads or self._queued_load_pages + pages <= self._queue_pages_max
 
     def _unqueue(self, job: Job) -> bool:
         queue = self._loads if job.plan.direction == "h2d" else self._stores

@@ -238,8 +238,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-evicts-more-than-is-short",
         RUNS,
-        "k = idle_tail(run.pages, k if k < count else count)",
-        "k = idle_tail(run.pages, k)",
+        "idle_tail(run.pages, k if k < count else count)",
+        "idle_tail(run.pages, k)",
         (NAIVE_TREE, CASES + "test_only_the_coldest_tails_leave_and_only_as_many_as_are_short"),
     ),
     Bug(

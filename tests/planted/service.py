@@ -88,8 +88,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-cut-for-a-failure-is-told-as-an-eviction",
         RUNS,
-        "            self.cut(run, depth, reason)",
-        "            self.cut(run, depth)",
+        "            self.cut(run, run.start if run.whole else depth, reason)",
+        "            self.cut(run, run.start if run.whole else depth)",
         (EVENT_TESTS + "test_a_failed_copy_is_a_reason",),
     ),
     # ------------------------------------------------------------------ the event stream

@@ -28,7 +28,13 @@ BUGS: tuple[Bug, ...] = (
         "bad = self._words_np.take(ids) | 6 != 6",
         (NAIVE_LEDGER,),
     ),
-    Bug("ledger-idle-kept-on-retain", LEDGER, "self.idle -= 1", "self.idle -= 0", (NAIVE_LEDGER,)),
+    Bug(
+        "ledger-idle-kept-on-retain",
+        LEDGER,
+        "if words[p] == 1:\n                    self.idle -= 1",
+        "if words[p] == 1:\n                    self.idle -= 0",
+        (NAIVE_LEDGER,),
+    ),
     Bug("ledger-retain-adds-half-a-holder", LEDGER, "found += 2", "found += 1", (NAIVE_LEDGER,)),
     Bug("ledger-releases-the-index", LEDGER, "if words[p] < 2:", "if words[p] < 1:", (NAIVE_LEDGER,)),
     Bug(
@@ -81,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ledger-check-misses-the-idle-count",
         LEDGER,
-        '"idle is miscounted": self.idle != int((words == 1).sum()),',
+        '"idle is miscounted": self.idle != int((words[: self.total] == 1).sum()) + slotted,',
         '"idle is miscounted": self.idle > self.total,',
         (LEDGER_TESTS + "test_a_corrupted_ledger_is_found",),
     ),

@@ -257,8 +257,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-heir-with-pages-behind",
         TRAFFIC,
-        "if lease.copies != {copy} or lease.pages[lease.base - 1] not in copy.gpu:",
-        "if lease.copies != {copy}:",
+        "if not lease.base or lease.copies != {copy} or lease.pages[lease.base - 1] not in copy.gpu:",
+        "if not lease.base or lease.copies != {copy}:",
         (FOUND + "test_a_load_is_inherited_only_by_a_lease_that_ends_with_it",),
     ),
     Bug(
@@ -384,14 +384,14 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-sheds-and-does-not-look-again",
         ROOM,
-        "while (left := short - len(pages) - (drains.count if drains is not None else 0)) > 0:",
+        "while (left := count - ledger.free - len(pages) - (drains.count if drains is not None else 0)) > 0:",
         "for left in (short,):",
         (FOUND + "test_room_is_found_behind_two_runs_that_only_copies_hold",),
     ),
     Bug(
         "traffic-cleans-a-hotter-page-for-want-of-a-place",
         TRAFFIC,
-        "while whole and looked_at < ahead and",
+        "while all_of_it and looked_at < ahead and",
         "while looked_at < ahead and",
         (FOUND + "test_cleaning_does_not_push_out_pages_that_are_hotter",),
     ),

@@ -248,8 +248,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "manager-queues-loads-without-bound",
         MANAGER,
-        "self._queued_load_pages + plan.queue_pages <= self._queue_pages_max",
-        "plan.queue_pages <= self._queue_pages_max",
+        "self._queued_load_pages + pages <= self._queue_pages_max",
+        "pages <= self._queue_pages_max",
         (MANAGER_TESTS + "test_queue_of_loads_is_bounded_in_pages", NAIVE),
     ),
     Bug(

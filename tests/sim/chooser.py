@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvkeep.index.run import Root, Run
 from tests.sim.device import PAGE_SIZE
+from tests.sim.output_chooser import OutputChooser
 from tests.sim.request import Item, Request
 from tests.sim.world import SALTS, WEIGHTS, Operation, Setup, World
 
@@ -43,6 +44,7 @@ def setup_of(seed: int) -> Setup:
         listening=pick((False, False, True)),
         traced=pick((False, False, False, True)),
         eviction=pick(("lru", "lru", "rhythm")),
+        outputs=pick((0, 0, 0, 2, 5, 12)),
     )
 
 
@@ -79,11 +81,14 @@ class Chooser:
             self._ways[name] = lambda name=name: self._copy(name)  # type: ignore[misc]
         for name in ("poll", "reset", "die"):
             self._ways[name] = lambda name=name: (name,)  # type: ignore[misc]
+        self._outputs = OutputChooser(world, seed) if world.outputs is not None else None
         if world.backend is None:
             self._never("late", "die", "suspend", "resume", "discard", "poll", "prefilled", "close")
 
     def next(self) -> Operation:
         """An operation that makes sense now."""
+        if self._outputs is not None and self._outputs.turn():
+            return self._outputs.next()
         while True:
             (name,) = self._random.choices(self._names, self._weights)
             operation = self._ways[name]()
@@ -140,7 +145,7 @@ class Chooser:
         """Salts and tokens of the chains whose ends are in host memory only."""
         found = []
         for run in self._world.cache._tree.runs():
-            if len(run.pages) < len(run.names):
+            if len(run.pages) < len(run.names) and not run.whole:
                 tokens = b""
                 at: Run | None = run
                 while at is not None and at.parent is not None:

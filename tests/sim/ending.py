@@ -20,6 +20,8 @@ def end(world: World) -> None:
             world.do(("discard", handle))
         else:
             world.do(("finish" if handle % 2 else "abort", handle))
+    for handle in list(world.outputs.live) if world.outputs is not None else ():
+        world.do(("output", "release", handle))
     assert not world.requests and not world.cache.stats().leases
     _copies_end(world)
     stats = world.cache.stats()

@@ -11,12 +11,14 @@ from kvkeep.errors import OutOfPages
 from kvkeep.index.eviction import Tier
 from kvkeep.index.media import place_media
 from kvkeep.index.names import as_int32, make_identity
+from kvkeep.index.output import Output
 from kvkeep.index.run import NOWHERE, Run
 from kvkeep.index.watch import Names, Reason, names_in
 from kvkeep.stats import ResetReport
 from kvkeep.tiers.ledger import Ledger, State
 from kvkeep.tiers.memory import HostMemory
 from tests.sim.device import NBYTES, PAGE_SIZE, POISON, Device, page_of
+from tests.sim.output_watch import OutputWatch
 from tests.sim.request import Item, Request, next_kv, root_kv
 
 if TYPE_CHECKING:
@@ -117,6 +119,7 @@ class Watch:
             for w, weights in enumerate(WEIGHTS)
             for s, salt in enumerate(SALTS)
         }
+        self._outputs = OutputWatch(world, world.outputs) if world.outputs is not None else None
         self._known: dict[tuple[int, bytes, int], tuple[bytes, int]] = {}
 
     def look(self) -> None:
@@ -127,6 +130,8 @@ class Watch:
                 self._lease(request)
         for pages in self._free:
             pages.look()
+        if self._outputs is not None:
+            self._outputs.look()
         self._cached()
         if self._mirror is not None:
             self._mirror.look()
@@ -168,11 +173,15 @@ class Watch:
         """Every page in the index, of either tier, holds what its chain says."""
         tree, ends = self.world.cache._tree, dict[Run, tuple[int, int] | None]()
         for root in tree.roots:
+            if root.record not in self._roots:
+                continue  # of an encoder
             weights, kv = self._roots[root.record]
             assert weights == self.world.weights, "the index holds chains of old weights"
             ends[root] = weights, kv
         for run in tree.runs():
             assert run.parent is not None
+            if run.whole:
+                continue
             ends[run] = self._run(run, ends[run.parent])
 
     def _run(self, run: Run, at: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -311,6 +320,7 @@ class Before:
                 bytes(run.host or b""),
                 run.ends[:],
                 run.stamps[:],
+                run.holds if isinstance(run, Output) else 0,
             )
             for run in cache._tree.runs()
         ]

@@ -30,6 +30,7 @@ from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.simulated import STEP_NS, SimulatedBackend, When
 from tests.core.naive import narrow_hash
 from tests.sim.device import LAYOUT, NBYTES, PAGE_SIZE, Cell, Device
+from tests.sim.outputs import OutputWorld
 from tests.sim.request import Item, Request
 from tests.sim.watch import Watch
 
@@ -52,6 +53,7 @@ class Setup:
     listening: somebody is told which names enter and leave the tiers.
     traced: the ledgers know every owner by name.
     eviction: the order in which pages leave; one that learns takes each operation for a second, and is given hints.
+    outputs: how many different encoder outputs share the tiers.
     """
 
     pages: int = 8
@@ -70,6 +72,7 @@ class Setup:
     listening: bool = False
     traced: bool = False
     eviction: EvictionName = "lru"
+    outputs: int = 0
 
 
 class World:
@@ -107,6 +110,7 @@ class World:
         self.requests: dict[int, Request] = {}
         self.ended: list[tuple[int, list[int], list[Item]]] = []  # salt, tokens and items of requests that are over
         self.seen: Counter[str] = Counter()
+        self.outputs = OutputWorld(self) if setup.outputs else None
         self.watch = Watch(self) if checked else None
 
     def _connect(self, host: CpuPool) -> None:
@@ -135,6 +139,8 @@ class World:
         name, *values = operation
         self.done += 1
         getattr(self, name)(*values)
+        if self.outputs is not None:
+            self.outputs.drop_revoked()
         for request in [r for r in self.requests.values() if r.lease is not None]:
             assert request.lease is not None
             if not request.lease.live:
@@ -279,6 +285,11 @@ class World:
         assert opened is not request.lease.read_in_progress
         self.seen["went on behind copies"] += before and opened
 
+    def output(self, what: str, *values: Any) -> None:
+        """An operation of `OutputWorld`."""
+        if self.outputs is not None:
+            getattr(self.outputs, what)(*values)
+
     # ------------------------------------------------------------------ preemption
 
     def suspend(self, handle: int, complete: bool) -> None:
@@ -407,8 +418,9 @@ class World:
         return make_identity(WEIGHTS[self.weights], SALTS[salt], hash_fn=self.hash_fn)
 
     def leases(self) -> list[Lease]:
-        """Every live one."""
-        return [request.lease for request in self.requests.values() if request.lease is not None]
+        """Every live one, holds on outputs too."""
+        holds = [occurrence.hold for occurrence in self.outputs.live.values()] if self.outputs is not None else []
+        return [request.lease for request in self.requests.values() if request.lease is not None] + holds
 
 
 def _pick(jobs: list[Job], which: int) -> Job | None:

@@ -1,6 +1,8 @@
 """`kvkeep size` from its command line: what it says, what it writes, what it refuses."""
 
+import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,42 @@ def test_a_model_that_is_not_understood_is_refused(tmp_path: Path, more: dict[st
         token_nbytes(config(tmp_path, **more))
 
 
+def test_what_was_left_out_of_the_trace_is_said(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad line and a file cut short are refused, and with --skip-bad told of, as `replay` does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lines = trace.read_bytes().splitlines(keepends=True)
+    packed = gzip.compress(b"".join([*lines[:5], b"{}\n", *lines[5:]]), mtime=0)
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(packed[:-40])
+    said = ["size", str(cut), "--gpu", "4096", "--eviction", "lru", "--json", str(tmp_path / "out.json")]
+    assert 2 == main(said)
+    error = capsys.readouterr().err
+    assert "cut.jsonl.gz is cut short" in error and "--skip-bad" in error and 1 == error.count("\n")
+    assert 0 == main([*said, "--skip-bad"])
+    text = capsys.readouterr().out
+    assert "1 malformed lines were left out" in text and "cut.jsonl.gz is cut short" in text
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert 1 == report["metrics"]["bad_lines"]["value"] and "cut short" in report["rows"][0]["note"]
+
+
+def test_the_table_and_the_picture_mark_the_sizes_that_matter(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the user has, either tier doubled, and the knee; for rhythm beside LRU, in GiB, told in a sentence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "160")
+    page = tmp_path / "size.html"
+    said = ["size", str(trace), "--gpu", "0.125", "--cpu", "0.5", "--model", str(config(tmp_path)), "--plot", str(page)]
+    assert 0 == main(said)
+    text, picture = capsys.readouterr().out, page.read_text()
+    for mark in ("your GPU tier", "your tiers", "GPU tier doubled", "host tier doubled", "the knee"):
+        assert mark in text and mark in picture
+    assert "rhythm" in text and "rhythm" in picture and "(order rhythm)" in text
+    assert re.search(r"With [0-9.]+ GiB of host memory this workload hits [0-9.]+ %; today [0-9.]+ %\.", text)
+
+
 @pytest.mark.parametrize(
     ("said", "what"),
     [
@@ -101,7 +139,6 @@ def test_a_model_that_is_not_understood_is_refused(tmp_path: Path, more: dict[st
         (["--gpu", "4096", "--plot", "size.pdf"], ".png or .html"),
         (["--gpu", "4096", "--plot", "nowhere/size.png"], "no directory"),
         (["--gpu", "1", "--model", "nowhere.json"], "nowhere.json"),
-        (["--gpu", "4096", "--sample", "2"], "1 at most"),
     ],
 )
 def test_bad_input_is_one_line(trace: Path, capsys: pytest.CaptureFixture[str], said: list[str], what: str) -> None:

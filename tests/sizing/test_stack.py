@@ -125,15 +125,3 @@ def test_known_counts_of_real_traces(shared_dir: Path, name: str, order: str) ->
     curve = exact_lru(Pages(trace, 128), Order.parse(order).arrivals(trace))
     assert len(counts) > 20
     assert counts == {tokens: curve.matched_pages(int(tokens)) for tokens in counts}
-
-
-@pytest.mark.parametrize(
-    ("name", "order", "share"), [("claude_code_355.jsonl.gz", "open:100", 0.1), ("mini_swe_500", "rotate:8", 0.5)]
-)
-def test_a_part_of_the_pages_is_within_a_point(shared_dir: Path, name: str, order: str, share: float) -> None:
-    """Over the 400,000 pages of one trace a tenth does, over the 100,000 of the other, at a cliff, a half."""
-    trace = read_trace(shared_dir / "traces" / name)
-    pages, arrivals = Pages(trace, 128), Order.parse(order).arrivals(trace)
-    exact, sampled = exact_lru(pages, arrivals), exact_lru(pages, arrivals, share)
-    off = [abs(exact.hit_share(round(2 ** (k / 2))) - sampled.hit_share(round(2 ** (k / 2)))) for k in range(30, 50)]
-    assert max(off) < 0.01, off
