@@ -27,8 +27,8 @@ LOOK_EVERY = 50
 def waste_share(kv_share: float, pages: int, operations: int, seed: int = 0) -> float:
     """1 - live bytes / bytes of pages that are not free, on average over the second half of the operations.
 
-    An operation is a request with 1 to 8 pages of KV of its own (`kv_share` of them are), or one occurrence of an output,
-    new or seen before, of 20 KB to 20 MB, log-uniform.  Pages are of 2.8 MiB; the pool is full by then.
+    An operation is a request with 1 to 8 pages of KV of its own (a share `kv_share` of them), or an occurrence of an
+    output, new or seen before, of 20 KB to 20 MB, log-uniform.  Pages are of 2.8 MiB; the pool is full by then.
     """
     rng = random.Random(seed)
     cache = TieredCache(CacheConfig(), GpuPool(pages, LAYOUT, None), b"bench")
