@@ -13,6 +13,9 @@ from kvkeep.index.uses import Uses
 #: So many runs on offer are all compared; of more, so many are drawn for each choice, and the costliest ones seen so
 #: far are kept in mind.
 ALL_MAX, DRAWN, KEPT = 64, 4, 24
+#: Before an encoder output leaves so many more are drawn: where most runs on offer are outputs, the runs of pages that
+#: cost more to keep are seldom among the few.
+DRAWN_WHOLE = 16
 
 
 _cost = itemgetter(0)
@@ -48,14 +51,13 @@ class RhythmOrder:
             _, _, stamp, run = self._seen[-1]
             if self._stamp(run) == stamp:
                 return run
-        if (
-            not fresh or len(runs) <= ALL_MAX or len(self._seen) < KEPT // 2
-        ):  # few are left: those are not the costliest
-            self._compare()
-        while not self._choose():
-            if not runs:
-                return None
-            self._compare()
+        if not fresh or len(runs) <= ALL_MAX:
+            self._compare(DRAWN)
+        if not self._find():
+            return None
+        if self._seen[-1][3].whole:
+            self._compare(DRAWN_WHOLE)
+            self._find()
         return self._seen[-1][3]
 
     def shelve(self, run: Run) -> None:
@@ -81,7 +83,15 @@ class RhythmOrder:
 
     # ------------------------------------------------------------------ inside
 
-    def _compare(self) -> None:
+    def _find(self) -> bool:
+        """Whether there is a costliest one, which is the last candidate then."""
+        while not self._choose():
+            if not self._runs:
+                return False
+            self._compare(DRAWN)
+        return True
+
+    def _compare(self, draws: int) -> None:
         """Draws, drops what cannot leave any more, and keeps the costliest in mind."""
         runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self._uses.cost
         now_s, seen, count = self._uses.now(), self._seen, len(self._runs)
@@ -89,7 +99,7 @@ class RhythmOrder:
             seen.clear()
             drawn = list(range(count))
         else:
-            drawn = [int(random() * count) for _ in range(DRAWN if len(seen) >= KEPT // 2 else ALL_MAX)]
+            drawn = [int(random() * count) for _ in range(draws if len(seen) >= KEPT // 2 else ALL_MAX)]
         for at in drawn:
             while at < len(runs):
                 run = runs[at]

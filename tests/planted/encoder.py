@@ -7,8 +7,17 @@ from tests.planted.bug import Bug
 
 LEDGER = "kvkeep/tiers/ledger.py"
 ENCODER_TESTS = "tests/encoder/test_encoder.py::"
+SERVING = "kvkeep/replay/workloads/serving.py"
+WORKLOAD_TESTS = "tests/replay/test_workloads.py::"
 
 BUGS: tuple[Bug, ...] = (
+    Bug(
+        "rhythm-looks-at-outputs-alone",
+        "kvkeep/index/rhythm.py",
+        "self._compare(DRAWN_WHOLE)",
+        "self._compare(0)",
+        (ENCODER_TESTS + "test_few_cold_pages_among_many_outputs_are_found",),
+    ),
     Bug(
         "outputs-are-weighed-like-kv",
         "kvkeep/outputs.py",
@@ -29,5 +38,33 @@ BUGS: tuple[Bug, ...] = (
         "return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)",
         "return pages[:-1], pages[-1:]",
         (ENCODER_TESTS + "test_many_outputs_leave_at_once",),
+    ),
+    Bug(
+        "workload-asks-the-encoder-though-its-kv-matched",
+        SERVING,
+        "if encoded.end is not None and encoded.end <= matched:",
+        "if False:",
+        (WORKLOAD_TESTS + "test_an_output_whose_kv_matched_is_not_needed",),
+    ),
+    Bug(
+        "workload-placeholders-without-a-digest",
+        SERVING,
+        "lease = self.cache.admit(request.prompt, media=request.media)",
+        "lease = self.cache.admit(request.prompt)",
+        (WORKLOAD_TESTS + "test_another_picture_behind_the_same_text_matches_nothing",),
+    ),
+    Bug(
+        "workload-split-shares-the-outputs-tier",
+        SERVING,
+        "self._outputs: Outputs = self._tiers[-1].cache.outputs()",
+        "self._outputs: Outputs = self._tiers[0].cache.outputs()",
+        (WORKLOAD_TESTS + "test_a_split_keeps_outputs_out_of_the_kv_part",),
+    ),
+    Bug(
+        "workload-keeps-the-first-screenshots-instead-of-the-last",
+        "kvkeep/replay/workloads/image_chat.py",
+        "elif drop > 0:",
+        "elif drop > 0 and part is past[-1]:",
+        (WORKLOAD_TESTS + "test_a_session_keeps_its_screenshots",),
     ),
 )
