@@ -85,9 +85,9 @@ def main() -> None:
             assert isinstance(lru, dict) and isinstance(rhythm, dict)
             waits = " ".join(f"{one['stalls']}, {one['preemptions']};" for one in (lru, rhythm))
             shares = f"{lru['hit_share']:7.2%} {rhythm['hit_share']:7.2%}"
-            print(
-                f"{found['trace']:22} {found['order']:10} {found['gpu_tokens'] // K:5}k {shares}  {waits}", flush=True
-            )
+            size = found["gpu_tokens"]
+            assert isinstance(size, int)
+            print(f"{found['trace']:22} {found['order']:10} {size // K:5}k {shares}  {waits}", flush=True)
     if options.json is not None:
         what = {"limit": options.limit, "rows": rows}
         options.json.write_text(json.dumps(what, indent=1) + "\n")

@@ -105,8 +105,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-empties-a-page-for-a-slot",
         ROOM,
-        "            found = self._some(1, owner, None)\n            if found is None:\n                self._swap_twins(1)",
-        "            found = self.take(1, owner)\n            if found is None:\n                self._swap_twins(1)",
+        "found = self._some(1, owner, None)\n            if found is None:\n                self._swap_twins(1)",
+        "found = self.take(1, owner)\n            if found is None:\n                self._swap_twins(1)",
         (STEPPED + "test_slots_leave_one_by_one_until_there_is_room",),
     ),
     # ------------------------------------------------------------------ who has what
@@ -164,14 +164,14 @@ BUGS: tuple[Bug, ...] = (
         ENCODER,
         "layout[-1].offset + layout[-1].nbytes, flight.epoch)",
         "layout[-1].offset + layout[-1].nbytes)",
-        (ENCODER_TESTS + "test_a_reset_while_it_is_computed",),
+        ("tests/encoder/test_once.py::test_a_reset_while_it_is_computed",),
     ),
     Bug(
         "encoder-joins-a-computation-from-before-a-reset",
         ENCODER,
         "if flight is not None and flight.epoch == epoch:",
         "if flight is not None:",
-        (ENCODER_TESTS + "test_a_reset_while_it_is_computed",),
+        ("tests/encoder/test_once.py::test_a_reset_while_it_is_computed",),
         may_hang=True,
     ),
     # ------------------------------------------------------------------ places below
