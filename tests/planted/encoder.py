@@ -37,7 +37,7 @@ BUGS: tuple[Bug, ...] = (
         LEDGER,
         "return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)",
         "return pages[:-1], pages[-1:]",
-        (ENCODER_TESTS + "test_many_outputs_leave_at_once",),
+        (ENCODER_TESTS + "test_reset_forgets_many_outputs",),
     ),
     Bug(
         "workload-asks-the-encoder-though-its-kv-matched",
