@@ -7,6 +7,7 @@ from tests.planted.bug import Bug
 
 LEDGER = "kvkeep/tiers/ledger.py"
 ENCODER_TESTS = "tests/encoder/test_encoder.py::"
+WORTH_TESTS = "tests/encoder/test_worth.py::"
 SERVING = "kvkeep/replay/workloads/serving.py"
 WORKLOAD_TESTS = "tests/replay/test_workloads.py::"
 
@@ -16,14 +17,14 @@ BUGS: tuple[Bug, ...] = (
         "kvkeep/index/rhythm.py",
         "self._compare(DRAWN_WHOLE)",
         "self._compare(0)",
-        (ENCODER_TESTS + "test_few_cold_pages_among_many_outputs_are_found",),
+        (WORTH_TESTS + "test_few_cold_pages_among_many_outputs_are_found",),
     ),
     Bug(
         "outputs-are-weighed-like-kv",
         "kvkeep/outputs.py",
         "run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)",
         "run.use.worth = 1.0",
-        (ENCODER_TESTS + "test_what_took_longer_to_compute_stays_longer",),
+        (WORTH_TESTS + "test_what_took_longer_to_compute_stays_longer",),
     ),
     Bug(
         "costs-of-an-output-are-not-by-the-byte",
@@ -37,7 +38,7 @@ BUGS: tuple[Bug, ...] = (
         LEDGER,
         "return page_ids(p for p in pages if p < self.total), page_ids(p for p in pages if p >= self.total)",
         "return pages[:-1], pages[-1:]",
-        (ENCODER_TESTS + "test_many_outputs_leave_at_once",),
+        (ENCODER_TESTS + "test_reset_forgets_many_outputs",),
     ),
     Bug(
         "workload-asks-the-encoder-though-its-kv-matched",
