@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from math import log2
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -78,20 +78,21 @@ def bins(values: Any, low: float, per_octave: int, last: int) -> "np.ndarray[Any
     return np.clip((np.log2(np.maximum(values, 2.0**low)) - low) * per_octave, 0, last).astype(np.intp)
 
 
-class Waiting:
+class Waiting(Protocol):
     """A chain that waits for its next use.
 
     scale: in how many seconds it is expected.   group: its class.
     counted, paused: up to which bin the forecast knows that it waited, in its rhythm and in a pause (-1: in none yet).
     """
 
-    __slots__ = ("counted", "group", "paused", "scale")
-
-    def __init__(self, scale: float, group: int) -> None:
-        self.scale = scale
-        self.group = group
-        self.counted = 0
-        self.paused = -1
+    @property
+    def scale(self) -> float: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def counted(self) -> int: ...
+    @property
+    def paused(self) -> int: ...
 
 
 class Forecast:
@@ -139,32 +140,15 @@ class Forecast:
         """A chain was used again after exp(`found`) seconds."""
         self._gaps.append((typical, last, log_out, found))
 
-    def waited(self, chain: Waiting, age: float) -> None:
-        """`chain` has not been used for `age` seconds."""
-        ratio = age / chain.scale
-        at = bin_of(ratio)
-        if at > chain.counted:
-            row = chain.group * _ROW
-            self._new_first.append(row + chain.counted)
-            self._new_last.append(row + at)
-            chain.counted = at
-        if ratio > PAUSE:
-            at = pause_bin_of(age)
-            if chain.paused < 0:
-                chain.paused = pause_bin_of(PAUSE * chain.scale)
-            if at > chain.paused:
-                self._new_first.append(_PAUSES + chain.paused)
-                self._new_last.append(_PAUSES + at)
-                chain.paused = at
-
-    def waited_all(self, chains: Any, now_s: float) -> None:
-        """The same of many: an array with the fields of `Waiting`, and `ended_s`; where the scale is 0 is none."""
+    def waited(self, chains: Any, now_s: float) -> None:
+        """Some chains still wait: an array with the fields of `Waiting`, and `ended_s`; where the scale is 0 is none."""
         there = np.flatnonzero(chains["scale"])
         scale, age = chains["scale"][there], now_s - chains["ended_s"][there]
         first, last = chains["counted"][there], bins(age / scale, LOW, PER_OCTAVE, BINS)
         chains["counted"][there] = last = np.maximum(first, last)
         self._add_waits(chains["group"][there] * _ROW, first, last)
-        there, age, scale = (values[age > PAUSE * scale] for values in (there, age, scale))
+        paused = np.flatnonzero(age > PAUSE * scale)
+        there, age, scale = there[paused], age[paused], scale[paused]
         first = chains["paused"][there]
         first = np.where(first < 0, bins(PAUSE * scale, PAUSE_LOW, PAUSE_PER_OCTAVE, PAUSE_BINS - 1), first)
         last = bins(age, PAUSE_LOW, PAUSE_PER_OCTAVE, PAUSE_BINS - 1)
@@ -173,12 +157,12 @@ class Forecast:
 
     def used(self, chain: Waiting, gap: float) -> None:
         """`chain` was used after `gap` seconds, and now waits no more."""
-        self.waited(chain, gap)
-        at = bin_of(gap / chain.scale)  # it may have been looked at since
-        if at < BINS:
-            self._use(chain.group * _ROW + at)
+        at = bin_of(gap / chain.scale)
+        self._use(chain.group * _ROW, min(chain.counted, at), at, BINS)
         if gap > PAUSE * chain.scale:
-            self._use(_PAUSES + pause_bin_of(gap))
+            at = pause_bin_of(gap)
+            first = chain.paused if chain.paused >= 0 else pause_bin_of(PAUSE * chain.scale)
+            self._use(_PAUSES, min(first, at), at, PAUSE_BINS)
 
     def tick(self) -> bool:
         """A request has used a chain.  Now and then, and then it is true, what was seen is worked in."""
@@ -194,10 +178,13 @@ class Forecast:
 
     # ------------------------------------------------------------------ inside
 
-    def _use(self, place: int) -> None:
-        self._new_uses.append(place)
-        self._new_first.append(place)
-        self._new_last.append(place + 1)
+    def _use(self, row: int, first: int, at: int, count: int) -> None:
+        """A use in bin `at`, of a chain that was known to have waited up to bin `first`; in none when `at` is `count`."""
+        self._new_first.append(row + first)
+        if at < count:
+            self._new_uses.append(row + at)
+            at += 1
+        self._new_last.append(row + at)
 
     def _add_waits(self, row: Any, first: Any, last: Any) -> None:
         self._waits += np.bincount(row + first, minlength=_PLACES)

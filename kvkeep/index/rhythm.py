@@ -114,6 +114,7 @@ class RhythmOrder:
             cost = self._uses.cost(stamp, run, now_s)
             if cost >= was or len(seen) == 1 or cost >= seen[-2][0]:
                 self._chosen = True
+                self._uses.let_go.append(stamp)
                 return True
             seen[-1] = (cost, at, stamp, run)
             seen.sort(key=_cost)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from kvkeep.index.forecast import (
     ANNOUNCED,
+    BINS,
     LOW,
     PAUSE,
     PAUSE_BINS,
@@ -28,11 +29,10 @@ from kvkeep.index.forecast import (
     PER_OCTAVE,
     YOUNG,
     Forecast,
-    Waiting,
     class_of,
 )
 from kvkeep.index.hints import Discard, Expect, Hint, Pin
-from kvkeep.index.remembered import Chain, Remembered
+from kvkeep.index.records import Record, Records
 from kvkeep.index.run import Run
 
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
@@ -43,14 +43,14 @@ SMOOTH, SMOOTH_ALL = 0.3, 0.02
 LOG_GAP = math.log(30.0)
 #: The shortest gap that is told apart from none: in usual times between two requests, and in seconds.
 SIMULTANEOUS, GAP_S_MIN = 0.1, 1e-6
-#: After so many uses, twice as many that wait are looked at.
+#: After so many uses, half as many with pages are looked at.
 LOOK_USES = 16
 
 FOREVER = math.inf
 #: More than keeping any page costs that may still be used, in seconds.
 GONE_COST = 1e12
-#: The stamp of no page.
-NO_STAMP = -1
+#: The stamp of no page, and the row of no record.
+NO_STAMP = NO_ROW = -1
 
 
 class Began(NamedTuple):
@@ -98,72 +98,56 @@ class Said:
         self.worth = worth
 
 
-class Use(Waiting):
+class Use:
     """One use of a path, from the end of its request on.
 
-    ended_s: when that was.
-    typical, last, log_out, turns: what the forecast learns from, see there; `turns` is how often the chain went on.
-    start, tail, name: where the chain's own pages begin, the depth behind its last page, and that page's name.
-    over: a later use went on, or it is forgotten.
-    run: where its pages hang, or hung; None when they have left.   said: None for nothing.
+    stamp, run: what the tree stamped it with, and where its pages hang, or hung; None when they have left.
+    start, tail, name: where the chain's own pages begin, the depth behind its last page, and that page's name; the
+        depth is -1 when another went on or nothing will.
+    ended_s, scale, group: when that was, in how many seconds the next use is expected, and its class in the forecast.
+    row: its record, or NO_ROW when it has no pages any more.   said: None for nothing.
     """
 
-    __slots__ = (
-        "ended_s", "last", "log_out", "name", "over", "run", "said", "stamp", "start", "tail", "turns", "typical",
-    )  # fmt: skip
+    __slots__ = ("ended_s", "group", "name", "row", "run", "said", "scale", "stamp", "start", "tail")
 
-    def __init__(self, stamp: int, run: Run | None, start: int, tail: int, name: int, ended_s: float) -> None:
+    def __init__(self, stamp: int, run: Run | None, record: Record, row: int) -> None:
         self.stamp = stamp
         self.run = run
-        self.start = start
-        self.tail = tail
-        self.name = name
-        self.ended_s = ended_s
-        self.turns = self.group = self.counted = 0
-        self.paused = -1
-        self.over = False
+        self.row = row
+        self.name, self.ended_s, self.scale, _, _, _, self.start, self.tail, _, self.group, _, _ = record
         self.said: Said | None = None
-
-
-def pack(use: Use) -> Chain:
-    """What is remembered of a use without pages."""
-    return Chain(
-        use.name, use.ended_s, use.scale, use.typical, use.last, use.log_out, use.start, use.tail, use.turns, use.group,
-        use.counted, use.paused,
-    )  # fmt: skip
-
-
-def unpack(chain: Chain) -> Use:
-    """The use of which that is remembered."""
-    use = Use(NO_STAMP, None, chain.start, chain.tail, chain.name, chain.ended_s)
-    use.scale, use.typical, use.last, use.log_out = chain.scale, chain.typical, chain.last, chain.log_out
-    use.turns, use.group, use.counted, use.paused = chain.turns, chain.group, chain.counted, chain.paused
-    return use
 
 
 class Uses:
     """The uses whose pages are cached, and of the others the latest ones.
 
     pages: how many the cache holds, which bounds what is remembered.   now: a clock, in seconds.
-    count: how many requests have ended.
+    count: how many requests have ended.   let_go: stamps of pages that an order has chosen to leave.
     """
 
     def __init__(self, pages: int, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
         self.forecast = Forecast()
+        self.records = Records()
         self.of_stamp: dict[int, Use] = {}
-        self._of_name: dict[int, Use] = {}
-        self._remembered = Remembered(max(REMEMBERED_MIN, int(pages * REMEMBERED_SHARE)))
-        self._young: deque[Use] = deque()
-        self._old: deque[Use] = deque()
+        self._of_name: dict[int, Use | int] = {}  # without pages: the row
+        self._left: deque[int] = deque()  # names of uses without pages, and of some that have been gone on with
+        self._remembered = 0
+        self._remembered_max = max(REMEMBERED_MIN, int(pages * REMEMBERED_SHARE))
+        self._forgotten: list[int] = []  # rows, until their waits are counted
+        self.let_go: list[int] = []
+        self._cached: deque[Use] = deque()
         self._usual: float | None = None
-        self.count = 0
         self._between = self._last_s = 0.0
+        self.count = 0
 
     def clear(self) -> None:
         """No page is cached any more; what was learned stays."""
-        for known in (self.of_stamp, self._of_name, self._remembered, self._young, self._old):
+        for known in (
+            self.of_stamp, self._of_name, self._left, self._forgotten, self.let_go, self._cached, self.records
+        ):  # fmt: skip
             known.clear()
+        self._remembered = 0
 
     # ------------------------------------------------------------------ learning
 
@@ -172,31 +156,42 @@ class Uses:
         stamp, run, depth, base, name, names, began, out, worth = path
         now_s, forecast = self.now(), self.forecast
         self._pace(began.now_s)
+        if self.let_go:
+            self._look_after(self.let_go)
         old, shared = self._before(path)
         if depth > base:
             name = names[depth - base - 1]
-        use = Use(stamp, run, shared, depth, name, now_s)
-        use.log_out = forecast.log_out(out)
-        use.typical = use.last = LOG_GAP if self._usual is None else self._usual
+        typical = last = LOG_GAP if self._usual is None else self._usual
+        start, turns = shared, 0
         if old is not None:
+            before = self.records[old.row]
             if old.tail - shared <= shared - old.start:
-                self._go_on(use, old, shared, began.now_s)
+                last = self._went_on(before, began.now_s, old.tail >= 0)
+                start, turns = old.start, before.turns + 1
+                typical = before.typical + max(SMOOTH, 1 / turns) * (last - before.typical)
+                if old.tail == shared:
+                    old.run = None  # all of its pages are the new use's
+                self._forget(old)
             else:  # a fork: it begins with the rhythm of the chain it left
-                old.start = shared
-                use.turns = old.turns
-                if old.turns:
-                    use.typical = use.last = old.typical
-            use.group = class_of(use.turns)
-        use.scale = forecast.predict(use.typical, use.last, use.log_out)
+                old.start, turns = shared, before.turns
+                self.records[old.row] = before._replace(start=shared)
+                if turns:
+                    typical = last = before.typical
+        log_out = forecast.log_out(out)
+        scale = forecast.predict(typical, last, log_out)
+        record = Record(name, now_s, scale, typical, last, log_out, start, depth, turns, class_of(turns), 0, -1)
+        use = Use(stamp, run, record, self.records.add(record))
         if worth != 1.0:
             use.said = Said(worth)
-        self.of_stamp[stamp] = self._of_name[name] = use
-        self._young.append(use)
+        self.of_stamp[stamp] = use
+        if name in self._of_name:
+            self._forget(self._ends_with(name))
+        self._of_name[name] = use
+        self._cached.append(use)
         if not self.count % LOOK_USES:
-            self._look(self._young, now_s)
-            self._look(self._old, now_s)
+            self._look()
         if forecast.tick():
-            self._remembered.look(forecast, now_s)
+            self._refresh(now_s)
         return use
 
     def _before(self, path: PathUse) -> tuple[Use | None, int]:
@@ -209,38 +204,30 @@ class Uses:
             behind = owner.tail - base
             if 0 < behind <= len(names) and names[behind - 1] == owner.name or not behind and base_name == owner.name:
                 return owner, owner.tail
-        whole = self._deepest(names) or (self._whole(base_name) if base else None)
-        if whole is not None and whole.start < whole.tail:
-            return whole, whole.tail
+        of_name = self._of_name
+        name = next(filter(of_name.__contains__, reversed(names)), None)
+        if name is None and base and base_name in of_name:
+            name = base_name
+        if name is not None:
+            whole = self._ends_with(name)
+            if whole.start < whole.tail:
+                return whole, whole.tail
         return owner, base
 
-    def _deepest(self, names: Sequence[int]) -> Use | None:
-        """The use that ends with the last of `names` which any use ends with."""
-        if self._of_name.keys().isdisjoint(names) and not self._remembered.any_of(names):
-            return None
-        return next(filter(None, map(self._whole, reversed(names))), None)
+    def _ends_with(self, name: int) -> Use:
+        """The use whose path ends with that page, also when it has no page any more."""
+        known = self._of_name[name]
+        return Use(NO_STAMP, None, self.records[known], known) if isinstance(known, int) else known
 
-    def _whole(self, name: int) -> Use | None:
-        """The use whose path ends with the page of that name."""
-        use = self._of_name.get(name)
-        if use is not None:
-            return use
-        chain = self._remembered.get(name)
-        return None if chain is None else unpack(chain)
-
-    def _go_on(self, use: Use, old: Use, shared: int, began_s: float) -> None:
-        """`use` goes on from `old`, with the first `shared` pages of its path: learns from that, and ends `old`."""
-        gap_s = max(began_s - old.ended_s, SIMULTANEOUS * self._between, GAP_S_MIN)
+    def _went_on(self, before: Record, began_s: float, first: bool) -> float:
+        """Learns from the gap between a use and one that goes on; returns its logarithm.   first: none did before."""
+        gap_s = max(began_s - before.ended_s, SIMULTANEOUS * self._between, GAP_S_MIN)
         last = math.log(gap_s)
-        self.forecast.learn(old.typical, old.last, old.log_out, last)
-        if not old.over:
-            self.forecast.used(old, gap_s)
+        self.forecast.learn(before.typical, before.last, before.log_out, last)
+        if first:
+            self.forecast.used(before, gap_s)
         self._usual = last if self._usual is None else self._usual + SMOOTH_ALL * (last - self._usual)
-        use.start, use.turns, use.last = old.start, old.turns + 1, last
-        use.typical = old.typical + max(SMOOTH, 1 / use.turns) * (last - old.typical)
-        if old.tail == shared:
-            old.run = None  # all of its pages are the new use's
-        self._forget(old)
+        return last
 
     def _pace(self, now_s: float) -> None:
         """Keeps the usual time between two requests."""
@@ -249,27 +236,37 @@ class Uses:
             self._between += max(0.01, 1 / self.count) * (now_s - self._last_s - self._between)
         self._last_s = now_s
 
-    def _look(self, waiting: deque[Use], now_s: float) -> None:
-        """Looks at some of the waiting uses: how long have they waited, are their pages still there?
+    def _refresh(self, now_s: float) -> None:
+        """Tells the forecast how long some of the chains have waited by now, and those that were forgotten."""
+        self.forecast.waited(self.records.some(), now_s)
+        if self._forgotten:
+            self.forecast.waited(self.records.rows(self._forgotten), now_s)
+            for row in self._forgotten:
+                self.records.drop(row)
+            self._forgotten.clear()
 
-        Of those that are gone, a few more: so they never outnumber the others by much.
-        """
-        todo = LOOK_USES
-        for _ in range(min(3 * LOOK_USES, len(waiting))):
-            use = waiting.popleft()
-            run = use.run
-            if run is None:
-                continue
-            age = now_s - use.ended_s
-            if not use.over:
-                self.forecast.waited(use, age)
-            if not (run.names and use.stamp in run.stamps or self._has_pages(use)):
-                self._left(use)
-                continue
-            (waiting if age <= 2.0 * use.scale else self._old).append(use)
-            todo -= 1
-            if not todo:
-                return
+    # ------------------------------------------------------------------ what is known
+
+    def _look_after(self, stamps: list[int]) -> None:
+        """Of these uses pages may have left."""
+        for stamp in stamps:
+            use = self.of_stamp.get(stamp)
+            if use is not None and not self._has_pages(use):
+                self._lost(use)
+        stamps.clear()
+
+    def _look(self) -> None:
+        """The same of a few in turn: pages leave in other ways too.  Those that are gone are cheap, and done first."""
+        cached, kept = self._cached, 0
+        for _ in range(min(3 * LOOK_USES, len(cached))):
+            use = cached.popleft()
+            if use.run is not None and self._has_pages(use):
+                cached.append(use)
+                kept += 1
+                if kept == LOOK_USES // 2:
+                    return
+            elif use.run is not None:
+                self._lost(use)
 
     @staticmethod
     def _has_pages(use: Use) -> bool:
@@ -282,37 +279,52 @@ class Uses:
             run = run.parent
         return False
 
-    def _left(self, use: Use) -> None:
+    def _lost(self, use: Use) -> None:
         """No page of `use` is cached: what may still be gone on with is remembered."""
         use.run = None
         self.of_stamp.pop(use.stamp, None)
-        if self._of_name.get(use.name) is not use:
+        row, use.row = use.row, NO_ROW
+        if use.tail < 0:
+            self.records.drop(row)
             return
-        del self._of_name[use.name]
-        forgotten = self._remembered.put(pack(use))
-        if forgotten is not None:
-            self.forecast.waited(unpack(forgotten), self.now() - forgotten.ended_s)
+        self._of_name[use.name] = row
+        self._remembered += 1
+        self._left.append(use.name)
+        while self._remembered > self._remembered_max or len(self._left) > 2 * self._remembered_max:
+            name = self._left.popleft()
+            known = self._of_name.get(name)
+            if isinstance(known, int):
+                del self._of_name[name]
+                self._remembered -= 1
+                self._forgotten.append(known)
 
     def _forget(self, use: Use) -> None:
-        """Nothing will go on with `use`; pages that it still owns stay its own."""
-        use.over, use.tail = True, -1
-        if self._of_name.get(use.name) is use:
-            del self._of_name[use.name]
-        else:
-            self._remembered.take(use.name)
+        """Nothing will go on with the whole of `use`, which waits no more; pages that it still owns stay its own."""
+        if use.tail < 0:
+            return
+        self._remembered -= isinstance(self._of_name.pop(use.name), int)
+        use.tail = -1
         if use.run is None:
             self.of_stamp.pop(use.stamp, None)
+            self.records.drop(use.row)
+            use.row = NO_ROW
+        else:
+            self.records[use.row] = self.records[use.row]._replace(tail=-1, counted=BINS, paused=PAUSE_BINS - 1)
 
     # ------------------------------------------------------------------ hints
 
     def hint(self, use: Use, hint: Hint) -> None:
         """What the caller knows of the chain's future counts more than what was learned."""
         match hint:
+            case _ if use.row == NO_ROW:
+                pass  # its pages have left, or are another's
             case Discard():
                 self._said(use).discarded = True
                 self._forget(use)
             case Expect(after_s):
-                use.scale, use.group, use.counted, use.paused = max(after_s, GAP_S_MIN), ANNOUNCED, 0, -1
+                use.scale, use.group = max(after_s, GAP_S_MIN), ANNOUNCED
+                record = self.records[use.row]
+                self.records[use.row] = record._replace(scale=use.scale, group=ANNOUNCED, counted=0, paused=-1)
             case Pin(for_s):
                 self._said(use).until_s = self.now() + for_s
 
