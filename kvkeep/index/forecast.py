@@ -14,6 +14,7 @@ Must not know pages, runs or tiers: it is told of gaps between uses and of chain
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from math import log2
@@ -27,15 +28,14 @@ LOW, PER_OCTAVE, BINS = -4.0, 4, 32
 YOUNG, PAUSE = 2.0**LOW, 8.0
 #: Ages in a pause, in bins of half an octave, from 2**-4 seconds to 12 days.
 PAUSE_LOW, PAUSE_PER_OCTAVE, PAUSE_BINS = -4.0, 2, 48
-#: Classes of chains: those that went on fewer times than this, the others, and those whose return was announced.
-MANY_TURNS = 16
-ANNOUNCED, CLASSES = 2, 3
+#: Classes of chains: those that went on 0, 1-3, 4-15 and more times; and those whose return was announced.
+ANNOUNCED, CLASSES = 4, 5
 #: Uses after which regression and table are computed afresh: at first, and after that many uses.
 REFRESH_USES_FIRST, REFRESH_USES, SETTLED_USES = 32, 128, 1024
 #: What a use still counts in the histogram after as many more: a memory of about 1,250 uses.
 KEEP_HISTOGRAM = 0.9992
 #: Hazard of a bin before any data, and how many waits that is worth; how many waits the pooled curve is worth.
-PRIOR, PRIOR_WAITS, LEAN = 0.1, 4.0, 32.0
+PRIOR, PRIOR_WAITS, LEAN = 0.1, 4.0, 16.0
 #: What a gap still counts in the regression after one more; variance of its prior; the most it moves by one gap (log).
 KEEP_GAPS, RIDGE, SURPRISE_MAX = 0.998, 3.0, 2.0
 #: Tokens of a completion from which on its length tells in the gap; of shorter ones all are alike.
@@ -60,7 +60,7 @@ _PLACES = _PAUSES + PAUSE_BINS + 1
 
 def class_of(turns: int) -> int:
     """The class of a chain that went on `turns` times."""
-    return int(turns >= MANY_TURNS)
+    return min((turns.bit_length() + 1) // 2, ANNOUNCED - 1)
 
 
 def bin_of(ratio: float) -> int:
@@ -111,13 +111,13 @@ class Forecast:
         self._lean = np.array(self._weights) / RIDGE
         self._xx = np.zeros((4, 4))
         self._xy = np.zeros(4)
-        self._gaps: list[tuple[float, float, float, float]] = []
+        self._gaps = array("d")  # in fours
         # By place: uses, and the steps by which the number of chains that waited through it changes.
         self._uses = np.zeros(_PLACES)
         self._waits = np.zeros(_PLACES)
-        self._new_uses: list[int] = []
-        self._new_first: list[int] = []
-        self._new_last: list[int] = []
+        self._new_uses = array("i")
+        self._new_first = array("i")
+        self._new_last = array("i")
         self._count = self._total = 0
         self._tabulate()
 
@@ -138,21 +138,20 @@ class Forecast:
 
     def learn(self, typical: float, last: float, log_out: float, found: float) -> None:
         """A chain was used again after exp(`found`) seconds."""
-        self._gaps.append((typical, last, log_out, found))
+        self._gaps.extend((typical, last, log_out, found))
 
-    def waited(self, chains: Any, now_s: float) -> None:
-        """Some chains still wait: an array with the fields of `Waiting`, and `ended_s`; where the scale is 0 is none."""
-        there = np.flatnonzero(chains["scale"])
-        scale, age = chains["scale"][there], now_s - chains["ended_s"][there]
-        first, last = chains["counted"][there], bins(age / scale, LOW, PER_OCTAVE, BINS)
-        chains["counted"][there] = last = np.maximum(first, last)
-        self._add_waits(chains["group"][there] * _ROW, first, last)
-        paused = np.flatnonzero(age > PAUSE * scale)
-        there, age, scale = there[paused], age[paused], scale[paused]
-        first = chains["paused"][there]
+    def waited(self, chains: dict[str, Any], some: Any, now_s: float) -> None:
+        """`some` chains, each of them once, still wait: columns as in `Waiting`, and `ended_s`."""
+        scale, age = chains["scale"][some], now_s - chains["ended_s"][some]
+        first, last = chains["counted"][some], bins(age / scale, LOW, PER_OCTAVE, BINS)
+        chains["counted"][some] = last = np.maximum(first, last)
+        self._add_waits(chains["group"][some] * _ROW, first, last)
+        there = np.flatnonzero(age > PAUSE * scale)
+        some, scale, age = some[there], scale[there], age[there]
+        first = chains["paused"][some]
         first = np.where(first < 0, bins(PAUSE * scale, PAUSE_LOW, PAUSE_PER_OCTAVE, PAUSE_BINS - 1), first)
         last = bins(age, PAUSE_LOW, PAUSE_PER_OCTAVE, PAUSE_BINS - 1)
-        chains["paused"][there] = last = np.maximum(first, last)
+        chains["paused"][some] = last = np.maximum(first, last)
         self._add_waits(_PAUSES, first, last)
 
     def used(self, chain: Waiting, gap: float) -> None:
@@ -198,8 +197,8 @@ class Forecast:
     def _regress(self) -> None:
         if not self._gaps:
             return
-        seen = np.array(self._gaps)
-        self._gaps.clear()
+        seen = np.array(self._gaps).reshape(-1, 4)
+        del self._gaps[:]
         count = len(seen)
         y = seen[:, 3].copy()
         seen[:, 1:] = seen[:, :3]
@@ -209,7 +208,7 @@ class Forecast:
         weighted = seen * (KEEP_GAPS ** np.arange(count - 1, -1, -1.0))[:, None]
         keep = KEEP_GAPS**count
         # Without BLAS: its threads may wait for milliseconds for a processor, and we hold the cache's lock.
-        self._xx = keep * self._xx + (weighted[:, :, None] * seen[:, None, :]).sum(axis=0)
+        self._xx = keep * self._xx + np.einsum("gi,gj->ij", weighted, seen)
         self._xy = keep * self._xy + (weighted * y[:, None]).sum(axis=0)
         self._weights = solve((self._xx + np.eye(4) / RIDGE).tolist(), (self._xy + self._lean).tolist())
 
@@ -229,10 +228,10 @@ class Forecast:
         self.pause = (pause * (1.0 + 1e-6 * np.arange(PAUSE_BINS + 1))).tolist()  # where it is level, the older first
 
 
-def count_places(places: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
-    """How often each place is in the list, which is emptied."""
-    counts = np.bincount(np.array(places, dtype=np.intp), minlength=_PLACES)
-    places.clear()
+def count_places(places: "array[int]") -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
+    """How often each place is in the array, which is emptied."""
+    counts = np.bincount(np.array(places), minlength=_PLACES)
+    del places[:]
     return counts
 
 

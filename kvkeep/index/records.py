@@ -4,13 +4,15 @@ Must not know pages or runs, nor which chains have pages.
 """
 
 from array import array
+from collections import deque
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Rows that are looked at together.
-LOOK = 1024
+#: Looks after which a row is looked at only in its turn, and how many rows those are at a time.
+OLDEST, SOME = 64, 256
 
 _ROW = np.dtype(
     [
@@ -44,19 +46,25 @@ class Record(NamedTuple):
 
 
 class Records:
-    """Rows, as many as are needed; where the scale is 0 is none."""
+    """Rows, as many as are needed; where the scale is 0 is none.
+
+    columns: by name, to read and write.
+    """
 
     def __init__(self) -> None:
         self._free = array("i")
+        self._new = array("i")
+        self._batches: deque[Any] = deque(maxlen=OLDEST)
         self._looked = 0
         self._bytes = bytearray()
-        self._rows: Any = np.frombuffer(self._bytes, dtype=_ROW)
+        self._grow()
 
-    def add(self, record: Record) -> int:
-        """A new row; returns its number."""
+    def add(self, *record: float) -> int:
+        """A new row, with the fields of a `Record`; returns its number."""
         if not self._free:
             self._grow()
         at = self._free.pop()
+        self._new.append(at)
         _PACK.pack_into(self._bytes, at * _PACK.size, *record)
         return at
 
@@ -68,26 +76,32 @@ class Records:
 
     def drop(self, at: int) -> None:
         """The row is free again."""
-        self._rows["scale"][at] = 0.0
+        self._scale[at] = 0.0
         self._free.append(at)
 
-    def some(self) -> Any:
-        """The next rows in turn, as an array to read and write."""
-        at = self._looked
-        self._looked = at + LOOK if at + LOOK < len(self._rows) else 0
-        return self._rows[at : at + LOOK]
-
-    def rows(self, numbers: list[int]) -> Any:
-        """A copy of those rows, as an array."""
-        return self._rows[numbers]
+    def look(self, others: Sequence[int]) -> Any:
+        """Which rows to look at now: those added since the last look, 1, 2, 4, ... looks ago, some in turn, `others`."""
+        self._batches.appendleft(np.array(self._new))
+        del self._new[:]
+        wanted = self._scale > 0.0
+        looked = np.zeros(len(wanted), dtype=bool)
+        looked[self._looked : self._looked + SOME] = True
+        self._looked = self._looked + SOME if self._looked + SOME < len(wanted) else 0
+        for i in range(len(self._batches).bit_length()):
+            looked[self._batches[(1 << i) - 1]] = True
+        looked[others] = True
+        return np.flatnonzero(wanted & looked)
 
     def clear(self) -> None:
         """Drops all."""
-        self.__init__()  # type: ignore[misc]
+        for at in np.flatnonzero(self._scale).tolist():
+            self.drop(at)
 
     def _grow(self) -> None:
-        count = len(self._rows)
+        count = len(self._bytes) // _PACK.size
         more = max(count // 4, 64)
         self._bytes = self._bytes + bytes(more * _PACK.size)
-        self._rows = np.frombuffer(self._bytes, dtype=_ROW)
+        rows: Any = np.frombuffer(self._bytes, dtype=_ROW)
+        self.columns = {name: rows[name] for name in ("ended_s", "scale", "group", "counted", "paused")}
+        self._scale = self.columns["scale"]
         self._free.extend(range(count + more - 1, count - 1, -1))

@@ -13,6 +13,7 @@ back is known by the name of its last page, also when its pages have left; a use
 
 import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import log2
@@ -38,7 +39,7 @@ from kvkeep.index.run import Run
 #: Remembered after their last page has left: at most this share of the pool's pages, and at least so many.
 REMEMBERED_SHARE, REMEMBERED_MIN = 1 / 16, 128
 #: The least weight of the newest gap in a chain's smoothed gap, and of a chain's gap in the usual gap of all.
-SMOOTH, SMOOTH_ALL = 0.3, 0.02
+SMOOTH, SMOOTH_ALL = 0.25, 0.02
 #: Before any gap is known: half a minute (log of seconds).
 LOG_GAP = math.log(30.0)
 #: The shortest gap that is told apart from none: in usual times between two requests, and in seconds.
@@ -110,11 +111,19 @@ class Use:
 
     __slots__ = ("ended_s", "group", "name", "row", "run", "said", "scale", "stamp", "start", "tail")
 
-    def __init__(self, stamp: int, run: Run | None, record: Record, row: int) -> None:
+    def __init__(
+        self, stamp: int, run: Run | None, row: int, start: int, tail: int, name: int, ended_s: float, scale: float,
+        group: int,
+    ) -> None:  # fmt: skip
         self.stamp = stamp
         self.run = run
         self.row = row
-        self.name, self.ended_s, self.scale, _, _, _, self.start, self.tail, _, self.group, _, _ = record
+        self.start = start
+        self.tail = tail
+        self.name = name
+        self.ended_s = ended_s
+        self.scale = scale
+        self.group = group
         self.said: Said | None = None
 
 
@@ -134,7 +143,7 @@ class Uses:
         self._left: deque[int] = deque()  # names of uses without pages, and of some that have been gone on with
         self._remembered = 0
         self._remembered_max = max(REMEMBERED_MIN, int(pages * REMEMBERED_SHARE))
-        self._forgotten: list[int] = []  # rows, until their waits are counted
+        self._forgotten = array("i")  # rows, until their waits are counted
         self.let_go: list[int] = []
         self._cached: deque[Use] = deque()
         self._usual: float | None = None
@@ -144,9 +153,10 @@ class Uses:
     def clear(self) -> None:
         """No page is cached any more; what was learned stays."""
         for known in (
-            self.of_stamp, self._of_name, self._left, self._forgotten, self.let_go, self._cached, self.records
+            self.of_stamp, self._of_name, self._left, self.let_go, self._cached, self.records
         ):  # fmt: skip
             known.clear()
+        del self._forgotten[:]
         self._remembered = 0
 
     # ------------------------------------------------------------------ learning
@@ -179,8 +189,9 @@ class Uses:
                     typical = last = before.typical
         log_out = forecast.log_out(out)
         scale = forecast.predict(typical, last, log_out)
-        record = Record(name, now_s, scale, typical, last, log_out, start, depth, turns, class_of(turns), 0, -1)
-        use = Use(stamp, run, record, self.records.add(record))
+        group = class_of(turns)
+        row = self.records.add(name, now_s, scale, typical, last, log_out, start, depth, turns, group, 0, -1)
+        use = Use(stamp, run, row, start, depth, name, now_s, scale, group)
         if worth != 1.0:
             use.said = Said(worth)
         self.of_stamp[stamp] = use
@@ -217,7 +228,10 @@ class Uses:
     def _ends_with(self, name: int) -> Use:
         """The use whose path ends with that page, also when it has no page any more."""
         known = self._of_name[name]
-        return Use(NO_STAMP, None, self.records[known], known) if isinstance(known, int) else known
+        if not isinstance(known, int):
+            return known
+        was = self.records[known]
+        return Use(NO_STAMP, None, known, was.start, was.tail, name, was.ended_s, was.scale, was.group)
 
     def _went_on(self, before: Record, began_s: float, first: bool) -> float:
         """Learns from the gap between a use and one that goes on; returns its logarithm.   first: none did before."""
@@ -231,19 +245,17 @@ class Uses:
 
     def _pace(self, now_s: float) -> None:
         """Keeps the usual time between two requests."""
-        self.count += 1
-        if self.count > 1:
-            self._between += max(0.01, 1 / self.count) * (now_s - self._last_s - self._between)
+        self.count = count = self.count + 1
+        if count > 1:
+            self._between += (0.01 if count > 100 else 1 / count) * (now_s - self._last_s - self._between)
         self._last_s = now_s
 
     def _refresh(self, now_s: float) -> None:
-        """Tells the forecast how long some of the chains have waited by now, and those that were forgotten."""
-        self.forecast.waited(self.records.some(), now_s)
-        if self._forgotten:
-            self.forecast.waited(self.records.rows(self._forgotten), now_s)
-            for row in self._forgotten:
-                self.records.drop(row)
-            self._forgotten.clear()
+        """Tells the forecast how long chains have waited: some of them, and all that are forgotten now."""
+        self.forecast.waited(self.records.columns, self.records.look(self._forgotten), now_s)
+        for row in self._forgotten:
+            self.records.drop(row)
+        del self._forgotten[:]
 
     # ------------------------------------------------------------------ what is known
 
