@@ -30,7 +30,7 @@ YOUNG, PAUSE = 2.0**LOW, 8.0
 PAUSE_LOW, PAUSE_PER_OCTAVE, PAUSE_BINS = -4.0, 2, 48
 #: Classes of chains: those that went on 0, 1-3, 4-15 and more times; and those whose return was announced.
 ANNOUNCED, CLASSES = 4, 5
-#: Uses after which regression and table are computed afresh: at first, and after that many uses.
+#: Uses after which costs are computed afresh, at first and after that many uses; then the regression every second time.
 REFRESH_USES_FIRST, REFRESH_USES, SETTLED_USES = 32, 128, 1024
 #: What a use still counts in the histogram after as many more: a memory of about 1,250 uses.
 KEEP_HISTOGRAM = 0.9992
@@ -73,9 +73,10 @@ def pause_bin_of(age: float) -> int:
     return min(int((log2(age) - PAUSE_LOW) * PAUSE_PER_OCTAVE), PAUSE_BINS - 1) if age > 2.0**PAUSE_LOW else 0
 
 
-def bins(values: Any, low: float, per_octave: int, last: int) -> "np.ndarray[Any, np.dtype[np.intp]]":
+def bins(values: Any, low: float, per_octave: int, last: int) -> Any:
     """The bins of many values."""
-    return np.clip((np.log2(np.maximum(values, 2.0**low)) - low) * per_octave, 0, last).astype(np.intp)
+    found = (np.log2(np.maximum(values, 2.0**low)) - low) * per_octave
+    return np.minimum(found.astype(np.intp), last)
 
 
 class Waiting(Protocol):
@@ -99,8 +100,8 @@ class Forecast:
     """Predicts gaps, and says what keeping a page costs.  O(1) a use, amortised.
 
     table: costs by class and bin, in scales.   pause: by bin of a pause, in seconds.
-    Of a chain it is told `typical` and `last`, its smoothed and its last gap (logarithms of seconds), and `log_out`, see
-    there, of its last completion.
+    Of a chain it is told `typical` and `last`, its smoothed and its last gap (logarithms of seconds), and `log_out` of
+    its last completion.
     """
 
     table: list[list[float]]
@@ -118,7 +119,7 @@ class Forecast:
         self._new_uses = array("i")
         self._new_first = array("i")
         self._new_last = array("i")
-        self._count = self._total = 0
+        self._count = self._total = self._refreshed = 0
         self._tabulate()
 
     @staticmethod
@@ -164,21 +165,24 @@ class Forecast:
             self._use(_PAUSES, min(first, at), at, PAUSE_BINS)
 
     def tick(self) -> bool:
-        """A request has used a chain.  Now and then, and then it is true, what was seen is worked in."""
+        """A request has used a chain; now and then what was seen is worked in.   True: it is time to tell of waits."""
         self._count += 1
         if self._count < (REFRESH_USES_FIRST if self._total < SETTLED_USES else REFRESH_USES):
             return False
         self._total += self._count
         self._count_up(KEEP_HISTOGRAM**self._count)
         self._count = 0
-        self._regress()
         self._tabulate()
+        self._refreshed += 1
+        if self._total > SETTLED_USES and self._refreshed % 2:
+            return False
+        self._regress()
         return True
 
     # ------------------------------------------------------------------ inside
 
     def _use(self, row: int, first: int, at: int, count: int) -> None:
-        """A use in bin `at`, of a chain that was known to have waited up to bin `first`; in none when `at` is `count`."""
+        """A use in bin `at` of `count`, or behind them, of a chain that was known to have waited up to bin `first`."""
         self._new_first.append(row + first)
         if at < count:
             self._new_uses.append(row + at)

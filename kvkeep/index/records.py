@@ -80,7 +80,7 @@ class Records:
         self._free.append(at)
 
     def look(self, others: Sequence[int]) -> Any:
-        """Which rows to look at now: those added since the last look, 1, 2, 4, ... looks ago, some in turn, `others`."""
+        """Which rows to look at: added before this look, 1, 3, 7, ... looks earlier; some in turn; and `others`."""
         self._batches.appendleft(np.array(self._new))
         del self._new[:]
         wanted = self._scale > 0.0

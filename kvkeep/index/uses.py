@@ -213,7 +213,7 @@ class Uses:
             owner = None
         if owner is not None:
             behind = owner.tail - base
-            if 0 < behind <= len(names) and names[behind - 1] == owner.name or not behind and base_name == owner.name:
+            if (names[behind - 1] if 0 < behind <= len(names) else base_name if not behind else None) == owner.name:
                 return owner, owner.tail
         of_name = self._of_name
         name = next(filter(of_name.__contains__, reversed(names)), None)
