@@ -84,7 +84,7 @@ class RhythmOrder:
         """Draws, drops what cannot leave any more, and keeps the costliest in mind."""
         runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self._uses.cost
         now_s, seen, count = self._uses.now(), self._seen, len(self._runs)
-        least = -inf  # what costs less than all that is kept in mind need not be kept
+        least = -inf  # what costs less than all that is kept in mind is passed over
         if count <= ALL_MAX:
             seen.clear()
             drawn = list(range(count))
@@ -98,7 +98,7 @@ class RhythmOrder:
                 stamp = tail_stamp(run)
                 if stamp != NO_TAIL:
                     costs = cost(stamp, run, now_s)
-                    if costs > least:
+                    if costs >= least:
                         seen.append((costs, at, stamp, run))
                     break
                 self._drop(at)  # another run comes in its place
