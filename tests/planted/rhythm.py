@@ -119,4 +119,11 @@ BUGS: tuple[Bug, ...] = (
         "self._cost(use, now_s)",
         (CASES + "test_of_two_uses_alike_what_saves_less_leaves_first",),
     ),
+    Bug(
+        "rhythm-pauses-that-get-cheaper",
+        FORECAST,
+        "np.maximum.accumulate(cost_row(",
+        "np.array(cost_row(",
+        (CASES + "test_in_a_pause_the_age_alone_counts",),
+    ),
 )
