@@ -120,17 +120,19 @@ def wait(forecast: Forecast, chains: list[Record], now_s: float) -> None:
 
 def test_chains_that_never_come_back_cost_more_the_longer_they_wait() -> None:
     """Where nearly all uses come early, what has waited longer is worth less; where gaps are certain, more."""
-    dying, certain = Forecast(), Forecast()
+    dying, living, certain = Forecast(), Forecast(), Forecast()
     for i in range(2000):
         if i % 2:
             dying.used(record(1), 0.1)
+            living.used(record(1), 0.1)
         else:
             wait(dying, [record(1)], 7.9)
         certain.used(record(1), 1.0)
-        dying.tick()
-        certain.tick()
+        for forecast in (dying, living, certain):
+            forecast.tick()
     early, late = bin_of(0.2), bin_of(0.8)
     assert dying.table[1][0] < dying.table[1][late]
+    assert dying.table[1][0] > 1.5 * living.table[1][0]
     assert certain.table[1][early] > certain.table[1][late]
 
 

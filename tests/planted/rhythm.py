@@ -39,7 +39,7 @@ BUGS: tuple[Bug, ...] = (
         "rhythm-forgets-what-has-left",
         USES,
         "        self._of_name[use.name] = row",
-        "        self._of_name[use.name] = 0",
+        "        self._of_name.pop(use.name)",
         (CASES + "test_a_chain_that_was_let_go_of_is_known_when_it_comes_back",),
     ),
     Bug(
