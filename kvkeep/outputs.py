@@ -280,9 +280,11 @@ class Outputs:
         if self._uses is None or run.began is None:
             return
         again = run.use is not None
-        path = PathUse(self._tree.stamp(place), run, run.end, run.end if again else 0, run.key, run.names, run.began, 0)
+        path = PathUse(
+            self._tree.stamp(place), run, run.end, run.end if again else 0, run.key, run.names, run.began, 0,
+            self._costs.worth(run.seconds, run.nbytes, self.page_nbytes),
+        )  # fmt: skip
         run.use = self._uses.used(path)
-        run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)
         if run.hint is not None:
             self._uses.hint(run.use, run.hint)
 

@@ -3,6 +3,7 @@
 Must not know how costs are learned (`uses.py`, `forecast.py`) or who asks for room.
 """
 
+from math import inf
 from operator import itemgetter
 from random import Random
 
@@ -95,21 +96,27 @@ class RhythmOrder:
         """Draws, drops what cannot leave any more, and keeps the costliest in mind."""
         runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self._uses.cost
         now_s, seen, count = self._uses.now(), self._seen, len(self._runs)
+        least = -inf  # what costs less than all that is kept in mind is passed over
         if count <= ALL_MAX:
             seen.clear()
             drawn = list(range(count))
         else:
             drawn = [int(random() * count) for _ in range(draws if len(seen) >= KEPT // 2 else ALL_MAX)]
+            if len(seen) == KEPT:
+                least = seen[0][0]
         for at in drawn:
             while at < len(runs):
                 run = runs[at]
                 stamp = tail_stamp(run)
                 if stamp != NO_TAIL:
-                    seen.append((cost(stamp, run, now_s), at, stamp, run))
+                    costs = cost(stamp, run, now_s)
+                    if costs >= least:
+                        seen.append((costs, at, stamp, run))
                     break
                 self._drop(at)  # another run comes in its place
-        seen.sort(key=_cost)
-        del seen[:-KEPT]
+        if len(seen) != KEPT or least == -inf:
+            seen.sort(key=_cost)
+            del seen[:-KEPT]
         self._seen_at = self._uses.count
 
     def _choose(self) -> bool:
@@ -126,6 +133,7 @@ class RhythmOrder:
             cost = self._uses.cost(stamp, run, now_s)
             if cost >= was or len(seen) == 1 or cost >= seen[-2][0]:
                 self._chosen = True
+                self._uses.let_go.append(stamp)
                 return True
             seen[-1] = (cost, at, stamp, run)
             seen.sort(key=_cost)
