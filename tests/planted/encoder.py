@@ -22,8 +22,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "outputs-are-weighed-like-kv",
         "kvkeep/outputs.py",
-        "run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)",
-        "run.use.worth = 1.0",
+        "self._costs.worth(run.seconds, run.nbytes, self.page_nbytes),",
+        "1.0,",
         (WORTH_TESTS + "test_what_took_longer_to_compute_stays_longer",),
     ),
     Bug(
