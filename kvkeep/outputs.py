@@ -52,13 +52,13 @@ class Hold(Lease):
 
 @dataclass(frozen=True, slots=True)
 class OutputStats:
-    """Counts since the start, but for the last five, which are of now.
+    """Counts since the start, but for the last six, which are of now.
 
     gpu_hits, host_hits: found on the GPU, or in host memory only.   misses: not found.
     mismatches: found, with other shapes or dtypes than expected: a miss.   stored: entered the cache.
     refused: not stored, or not loaded, since there was no room.
     outputs, nbytes: cached on the GPU.   host_outputs: in host memory.   held: occurrences in live requests.
-    slotted_pages: pages of the GPU pool with slots.
+    slotted_pages: pages of the GPU pool with slots.   whole_pages: those that one output fills.
     """
 
     gpu_hits: int
@@ -72,6 +72,7 @@ class OutputStats:
     host_outputs: int
     held: int
     slotted_pages: int
+    whole_pages: int
 
 
 class Outputs:
@@ -257,6 +258,7 @@ class Outputs:
                 outputs=len(gpu), nbytes=sum(run.nbytes for run in gpu),
                 host_outputs=sum(run.host is not None for run in there), held=sum(run.holds for run in there),
                 slotted_pages=len(self._slots.pages),
+                whole_pages=sum(page < self._ledger.total for run in gpu for page in run.pages),
             )  # fmt: skip
 
     # ------------------------------------------------------------------ inside
@@ -278,9 +280,11 @@ class Outputs:
         if self._uses is None or run.began is None:
             return
         again = run.use is not None
-        path = PathUse(self._tree.stamp(place), run, run.end, run.end if again else 0, run.key, run.names, run.began, 0)
+        path = PathUse(
+            self._tree.stamp(place), run, run.end, run.end if again else 0, run.key, run.names, run.began, 0,
+            self._costs.worth(run.seconds, run.nbytes, self.page_nbytes),
+        )  # fmt: skip
         run.use = self._uses.used(path)
-        run.use.worth = self._costs.worth(run.seconds, run.nbytes, self.page_nbytes)
         if run.hint is not None:
             self._uses.hint(run.use, run.hint)
 

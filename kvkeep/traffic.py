@@ -256,36 +256,40 @@ class Traffic:
     def clean(self, window: int, ahead: int) -> bool:
         """Copies down what of the coldest pages has no host copy; False when another call could copy more.
 
-        Those of the `window` coldest may take places of other copies; those up to `ahead` only free ones.
+        Those of the `window` coldest may take places of other copies; those up to `ahead` only free ones, and only when
+        there was nothing to copy in the window: what is being copied no request can have meanwhile.
         """
+        all_of_it, sent = self._clean(window, make_room=True)
+        if sent:
+            return False
+        if all_of_it and ahead > window and self._host.free:
+            all_of_it, sent = self._clean(ahead, make_room=False)
+        return all_of_it or not sent
+
+    def _clean(self, window: int, *, make_room: bool) -> tuple[bool, bool]:
+        """Copies down what of the `window` coldest pages has no host copy.  Whether that is all, and any of it."""
         order, seen, looked_at, all_of_it = self._tree.gpu.order, [], 0, True
-        outputs: list[tuple[Run, bool]] = []
-        cold, next_ones, fit = self.copy_down("clean"), self.copy_down("clean"), self.fit
-        ahead = max(window, ahead) if self._host.free else window
-        while all_of_it and looked_at < ahead and (run := order.coldest()) is not None:
+        outputs: list[Run] = []
+        copy, fit = self.copy_down("clean"), self.fit
+        while all_of_it and looked_at < window and (run := order.coldest()) is not None:
             order.shelve(run)
             seen.append(run)
-            count = self._tree.leavable(run, ahead - looked_at)
-            inside = min(count, max(0, window - looked_at))
+            count = self._tree.leavable(run, window - looked_at)
             looked_at += count
-            if run.whole:
-                if count and run.host is None:
-                    outputs.append((run, inside > 0))
-                continue
-            # What a colder page did not get a hotter one must not take: the colder would take it over.
-            all_of_it = self._clean_tail(cold, run, inside, fit, make_room=True)
-            if all_of_it and count > inside:
-                all_of_it = self._clean_tail(next_ones, run, count, fit - len(cold.gpu), make_room=False)
+            if not run.whole:
+                # What a colder page did not get a hotter one must not take: the colder would take it over.
+                all_of_it = self._clean_tail(copy, run, count, fit, make_room=make_room)
+            elif count and run.host is None:
+                outputs.append(run)
         for run in seen:
             order.offer(run)
-        sent = [copy for copy in (cold, next_ones) if copy.gpu and self._send(copy)]
-        for run, make_room in outputs:
-            copy = self._copy_whole("clean", run, make_room=make_room) if len(run.pages) <= self.fit else None
-            if copy is None:
-                all_of_it = False
+        sent = bool(copy.gpu) and self._send(copy)
+        for run in outputs if all_of_it else ():
+            all_of_it = len(run.pages) <= self.fit and self._copy_whole("clean", run, make_room=make_room) is not None
+            if not all_of_it:
                 break
-            sent.append(copy)
-        return all_of_it or not sent
+            sent = True
+        return all_of_it, sent
 
     def _clean_tail(self, copy: Copy, run: Run, count: int, fit: int, *, make_room: bool) -> bool:
         """Adds what of the last `count` pages of `run` has no host copy to a copy of `fit` pages at most.

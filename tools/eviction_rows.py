@@ -47,6 +47,7 @@ ROWS = (
     Row("mini_swe_500", "recorded", None, 128, (64, 128, 256, 512)),
     Row("claude_code_355.jsonl.gz", "open:8", 40, 128, (128, 256, 1024)),
     Row("claude_code_355.jsonl.gz", "open:24", 60, 128, (128, 512, 1024, 4096)),
+    Row("claude_code_355.jsonl.gz", "open:100", 355, 128, (1024, 4096)),
     Row("magentic_one_25", "open:12", None, 128, (64, 128, 256)),
     Row("mooncake_conversation.jsonl.gz", "recorded", None, 512, (1024, 4096)),
 )

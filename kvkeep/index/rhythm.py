@@ -3,6 +3,7 @@
 Must not know how costs are learned (`uses.py`, `forecast.py`) or who asks for room.
 """
 
+from math import inf
 from operator import itemgetter
 from random import Random
 
@@ -13,6 +14,9 @@ from kvkeep.index.uses import Uses
 #: So many runs on offer are all compared; of more, so many are drawn for each choice, and the costliest ones seen so
 #: far are kept in mind.
 ALL_MAX, DRAWN, KEPT = 64, 4, 24
+#: Before an encoder output leaves so many more are drawn: where most runs on offer are outputs, the runs of pages that
+#: cost more to keep are seldom among the few.
+DRAWN_WHOLE = 16
 
 
 _cost = itemgetter(0)
@@ -48,14 +52,13 @@ class RhythmOrder:
             _, _, stamp, run = self._seen[-1]
             if self._stamp(run) == stamp:
                 return run
-        if (
-            not fresh or len(runs) <= ALL_MAX or len(self._seen) < KEPT // 2
-        ):  # few are left: those are not the costliest
-            self._compare()
-        while not self._choose():
-            if not runs:
-                return None
-            self._compare()
+        if not fresh or len(runs) <= ALL_MAX:
+            self._compare(DRAWN)
+        if not self._find():
+            return None
+        if self._seen[-1][3].whole:
+            self._compare(DRAWN_WHOLE)
+            self._find()
         return self._seen[-1][3]
 
     def shelve(self, run: Run) -> None:
@@ -81,25 +84,39 @@ class RhythmOrder:
 
     # ------------------------------------------------------------------ inside
 
-    def _compare(self) -> None:
+    def _find(self) -> bool:
+        """Whether there is a costliest one, which is the last candidate then."""
+        while not self._choose():
+            if not self._runs:
+                return False
+            self._compare(DRAWN)
+        return True
+
+    def _compare(self, draws: int) -> None:
         """Draws, drops what cannot leave any more, and keeps the costliest in mind."""
         runs, random, tail_stamp, cost = self._runs, self._random, self._stamp, self._uses.cost
         now_s, seen, count = self._uses.now(), self._seen, len(self._runs)
+        least = -inf  # what costs less than all that is kept in mind is passed over
         if count <= ALL_MAX:
             seen.clear()
             drawn = list(range(count))
         else:
-            drawn = [int(random() * count) for _ in range(DRAWN if len(seen) >= KEPT // 2 else ALL_MAX)]
+            drawn = [int(random() * count) for _ in range(draws if len(seen) >= KEPT // 2 else ALL_MAX)]
+            if len(seen) == KEPT:
+                least = seen[0][0]
         for at in drawn:
             while at < len(runs):
                 run = runs[at]
                 stamp = tail_stamp(run)
                 if stamp != NO_TAIL:
-                    seen.append((cost(stamp, run, now_s), at, stamp, run))
+                    costs = cost(stamp, run, now_s)
+                    if costs >= least:
+                        seen.append((costs, at, stamp, run))
                     break
                 self._drop(at)  # another run comes in its place
-        seen.sort(key=_cost)
-        del seen[:-KEPT]
+        if len(seen) != KEPT or least == -inf:
+            seen.sort(key=_cost)
+            del seen[:-KEPT]
         self._seen_at = self._uses.count
 
     def _choose(self) -> bool:
@@ -116,6 +133,7 @@ class RhythmOrder:
             cost = self._uses.cost(stamp, run, now_s)
             if cost >= was or len(seen) == 1 or cost >= seen[-2][0]:
                 self._chosen = True
+                self._uses.let_go.append(stamp)
                 return True
             seen[-1] = (cost, at, stamp, run)
             seen.sort(key=_cost)

@@ -4,6 +4,7 @@ Must not know traces: tests/traces/test_rhythm.py replays them.
 """
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ import kvkeep
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput
-from kvkeep.index.forecast import BINS, GONE, LOW, PER_OCTAVE, Forecast, bin_of, cost_row
+from kvkeep.index.forecast import BINS, LOW, PAUSE, PER_OCTAVE, REFRESH_USES, Forecast, bin_of, cost_row, edges
 from kvkeep.index.hints import Hint
 from kvkeep.index.names import make_identity
+from kvkeep.index.records import Record, Records
 from kvkeep.index.rhythm import ALL_MAX, RhythmOrder
-from kvkeep.index.uses import REMEMBERED_MIN, Uses
+from kvkeep.index.run import Run
+from kvkeep.index.uses import NO_STAMP, REMEMBERED_MIN, Began, PathUse, Uses
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
 
@@ -48,6 +51,12 @@ class Clocked:
         return len(self.cache._tree.match(make_identity(b"fp"), raw, len(chain) // PAGE).pages)
 
 
+def known_of(world: Clocked, lease: Lease) -> Record:
+    """What is known of the use that a lease ended with."""
+    assert lease.use is not None
+    return world.uses.records[lease.use.row]
+
+
 def chain(number: int, pages: int) -> list[int]:
     return [number] * (PAGE * pages)
 
@@ -57,10 +66,10 @@ def chain(number: int, pages: int) -> list[int]:
 
 def brute_cost(hazard: list[float], b: int) -> float:
     """The least of waiting over chance of a use, by trying every horizon."""
-    edges = [0.0, *(2.0 ** (LOW + i / PER_OCTAVE) for i in range(1, BINS + 1))]
+    ends = edges(LOW, PER_OCTAVE, BINS)
     alive, used, waiting, best = 1.0, 0.0, 0.0, math.inf
     for i in range(b, BINS):
-        width, chance = edges[i + 1] - edges[i], min(hazard[i], 0.999)
+        width, chance = ends[i + 1] - ends[i], min(hazard[i], 0.999)
         waiting += alive * (chance * width / 2 + (1 - chance) * width)
         used += alive * chance
         alive *= 1 - chance
@@ -80,35 +89,83 @@ def test_a_cost_is_the_least_over_all_horizons(shape: str) -> None:
         }[shape]
         for b in range(BINS)
     ]
-    row = cost_row(hazard)
+    ends = edges(LOW, PER_OCTAVE, BINS)
+    row = cost_row(hazard, [b - a for a, b in pairwise(ends)])
     assert [brute_cost(hazard, b) for b in range(BINS)] == pytest.approx(row[:BINS])
 
 
 def test_a_forecast_learns_what_a_gap_depends_on() -> None:
     """Gaps that grow with the completion's length are predicted from it; at first the last gap is."""
     forecast = Forecast()
-    assert 50.0 == pytest.approx(forecast.predict(math.log(50.0), math.log(20.0), 300))
+    assert 50.0 == pytest.approx(forecast.predict(math.log(50.0), math.log(20.0), forecast.log_out(300)))
     for i in range(2000):
         out = 100 + 37 * i % 4000
-        forecast.learn(3.0, 3.0, out, math.log(0.01 * (out + 256)))
+        forecast.learn(3.0, 3.0, forecast.log_out(out), math.log(0.01 * (out + 256)))
         forecast.tick()
-    assert 0.01 * 2256 == pytest.approx(forecast.predict(3.0, 3.0, 2000), rel=0.05)
+    assert 0.01 * 2256 == pytest.approx(forecast.predict(3.0, 3.0, forecast.log_out(2000)), rel=0.05)
+
+
+def record(group: int, scale: float = 1.0, ended_s: float = 0.0) -> Record:
+    """A use of some chain of that class."""
+    return Record(0, ended_s, scale, 0.0, 0.0, 0.0, 0, 1, 0, group, 0, -1)
+
+
+def wait(forecast: Forecast, chains: list[Record], now_s: float) -> None:
+    """Tells the forecast that they have waited until now."""
+    records = Records()
+    for chain in chains:
+        records.add(*chain)
+    forecast.waited(records.columns, np.flatnonzero(records.columns["scale"]), now_s)
 
 
 def test_chains_that_never_come_back_cost_more_the_longer_they_wait() -> None:
     """Where nearly all uses come early, what has waited longer is worth less; where gaps are certain, more."""
-    dying, certain = Forecast(), Forecast()
+    dying, living, certain = Forecast(), Forecast(), Forecast()
     for i in range(2000):
         if i % 2:
-            dying.used(1, 0, 2)
+            dying.used(record(1), 0.1)
+            living.used(record(1), 0.1)
         else:
-            dying.waited(1, 0, GONE)
-        certain.used(1, 0, int(bin_of(1.0)))
-        dying.tick()
-        certain.tick()
-    early, late = int(bin_of(0.2)), int(bin_of(0.8))
+            wait(dying, [record(1)], 7.9)
+        certain.used(record(1), 1.0)
+        for forecast in (dying, living, certain):
+            forecast.tick()
+    early, late = bin_of(0.2), bin_of(0.8)
     assert dying.table[1][0] < dying.table[1][late]
+    assert dying.table[1][0] > 1.5 * living.table[1][0]
     assert certain.table[1][early] > certain.table[1][late]
+
+
+def test_waits_are_counted_once_however_often_they_are_told_of() -> None:
+    """One chain that is looked at ten times has waited as one that is looked at once; in a pause, too."""
+    often, once = Forecast(), Forecast()
+    records = Records()
+    records.add(*record(0, scale=2.0))
+    for now_s in range(10, 101, 10):
+        often.waited(records.columns, np.array([np.argmax(records.columns["scale"])]), float(now_s))
+    wait(once, [record(0, scale=2.0)], 100.0)
+    for forecast in (often, once):
+        while not forecast.tick():
+            pass
+    assert often.table == once.table
+    assert often.pause == once.pause
+    assert once.pause != Forecast().pause
+
+
+def test_in_a_pause_the_age_alone_counts() -> None:
+    """Behind eight times their scales chains cost the same at the same age, and more the older they are."""
+    world = Clocked(64)
+    for turn in range(40):  # some come back after a pause, most at their pace
+        world.serve(chain(1, 4), 1000.0 * turn)
+        world.serve(chain(2, 4), 1000.0 * turn + 1.0)
+        world.serve(chain(2, 4), 1000.0 * turn + 3.0)
+    a, b = world.serve(chain(3, 4), 50_000.0).use, world.serve(chain(4, 4), 50_000.0).use
+    assert a is not None and b is not None
+    a.scale, b.scale = 2.0, 16.0
+    after = [50_000.0 + PAUSE * 16.0 * 1.5**i for i in range(1, 30)]
+    costs = [world.uses.cost(a.stamp, None, now_s) for now_s in after]
+    assert costs == [world.uses.cost(b.stamp, None, now_s) for now_s in after]
+    assert all(x < y for x, y in pairwise(costs))
 
 
 # ---------------------------------------------------------------------- the order
@@ -144,10 +201,9 @@ def test_a_chain_that_was_let_go_of_is_known_when_it_comes_back() -> None:
     for number in (2, 3, 4):
         world.serve(chain(number, 4), 100.0 + number)
     assert 0 == world.cached(chain(1, 4))
-    lease = world.serve(chain(1, 5), 300.0)
-    assert lease.use is not None
-    assert 1 == lease.use.turns
-    assert math.log(300.0) == pytest.approx(lease.use.last)
+    known = known_of(world, world.serve(chain(1, 5), 300.0))
+    assert 1 == known.turns
+    assert math.log(300.0) == pytest.approx(known.last)
 
 
 def test_a_fork_makes_what_is_shared_nobodys_own() -> None:
@@ -155,12 +211,12 @@ def test_a_fork_makes_what_is_shared_nobodys_own() -> None:
     world = Clocked(64)
     head = chain(9, 2)
     first = world.serve(head + chain(1, 8), 0.0)
-    second = world.serve(head + chain(2, 8), 50.0)
-    again = world.serve(head + chain(1, 9), 60.0)
-    assert first.use is not None and second.use is not None and again.use is not None
-    assert (2, 0) == (second.use.start, second.use.turns)
-    assert (2, 1) == (again.use.start, again.use.turns)
-    assert 60.0 == pytest.approx(math.exp(again.use.last))
+    second = known_of(world, world.serve(head + chain(2, 8), 50.0))
+    assert 2 == known_of(world, first).start
+    again = known_of(world, world.serve(head + chain(1, 9), 60.0))
+    assert (2, 0) == (second.start, second.turns)
+    assert (2, 1) == (again.start, again.turns)
+    assert 60.0 == pytest.approx(math.exp(again.last))
 
 
 def test_what_an_aborted_request_stored_can_leave() -> None:
@@ -171,7 +227,7 @@ def test_what_an_aborted_request_stored_can_leave() -> None:
     world.cache.seal(lease, 5 * PAGE)
     world.seconds = 20.0
     world.cache.abort(lease)
-    assert lease.use is not None and 1 == lease.use.turns
+    assert 1 == known_of(world, lease).turns
     world.cache.check_invariants()
     world.serve(chain(2, 8), 30.0)
     assert 8 == world.cached(chain(2, 8))
@@ -194,6 +250,7 @@ def test_memory_of_what_has_left_is_bounded() -> None:
         world.serve(chain(number + 1, 3), float(number))
     assert len(world.uses.of_stamp) <= 2 * 64
     assert len(world.uses._of_name) <= 2 * 64 + REMEMBERED_MIN
+    assert np.count_nonzero(world.uses.records.columns["scale"]) <= 2 * 64 + REMEMBERED_MIN + 2 * REFRESH_USES
     assert len(world.order._runs) <= 64
 
 
@@ -218,7 +275,7 @@ def test_a_reset_forgets_uses() -> None:
     world.cache.reset()
     assert not world.uses.of_stamp
     lease = world.serve(chain(1, 6), 100.0)
-    assert lease.use is not None and 0 == lease.use.turns
+    assert 0 == known_of(world, lease).turns
 
 
 # ---------------------------------------------------------------------- hints
@@ -275,6 +332,33 @@ def test_what_is_pinned_leaves_last_but_leaves(late: bool) -> None:
     for n in range(4, 40):
         world.serve(chain(n, 4), 10.0 * n)
     assert 0 == world.cached(chain(2, 4))
+
+
+@pytest.mark.parametrize("hint", [kvkeep.Discard(), kvkeep.Expect(5.0), kvkeep.Pin(5.0)])
+def test_a_hint_for_what_has_left_changes_nothing(hint: Hint) -> None:
+    """Neither what is remembered of the chain, nor whatever was learned of another one since."""
+    world = Clocked(4)
+    lease = world.serve(chain(1, 4), 0.0)
+    for n in range(2, 400):
+        world.serve(chain(n, 4), 10.0 * n)
+    assert lease.use is not None
+    before = [column.tolist() for column in world.uses.records.columns.values()]
+    world.cache.hint(lease, hint)
+    assert before == [column.tolist() for column in world.uses.records.columns.values()]
+
+
+def test_of_two_uses_alike_what_saves_less_leaves_first() -> None:
+    """Pages whose bytes are computed again sooner cost more to keep for what they save."""
+    uses = Uses(8, lambda: 0.0)
+    run = Run(None, 0, 1, 1)
+    used = [
+        uses.used(PathUse(stamp, run, 1, 0, 0, (stamp,), Began(0.0, NO_STAMP, 1), 1, worth))
+        for stamp, worth in ((1, 1.0), (2, 0.5), (3, 4.0))
+    ]
+    for now_s in (0.0, 1.0, 100.0, 1e4):
+        kv, cheap, dear = (uses.cost(use.stamp, None, now_s) for use in used)
+        assert 2.0 * kv == pytest.approx(cheap)
+        assert kv / 4.0 == pytest.approx(dear)
 
 
 def test_what_is_expected_soon_stays() -> None:

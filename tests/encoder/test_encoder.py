@@ -1,8 +1,5 @@
 """EncoderCache over one tier: outputs come back bit for bit, are computed once, and leave when room is short."""
 
-import asyncio
-import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +9,6 @@ from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.encoder import EncoderCache, EncoderFingerprint
 from kvkeep.errors import BadInput, OutOfPages
-from kvkeep.index.orders import make_order
-from kvkeep.index.output import Tensor, encoder_identity
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.layout import PageLayout
 from kvkeep.tiers.tracing import TracingLedger
@@ -123,9 +118,13 @@ def test_token_ids_are_keys_of_their_own(encoder: EncoderCache) -> None:
     found.release()
 
 
+def always_7(raw: object, seed: int = 0) -> int:
+    return 7
+
+
 def test_names_that_collide_do_not_mix_outputs() -> None:
     pool = GpuPool.allocate(LAYOUT, PAGES)
-    cache = TieredCache(CacheConfig(page_size=16), pool, b"model", hash_fn=lambda raw, seed=0: 7)
+    cache = TieredCache(CacheConfig(page_size=16), pool, b"model", hash_fn=always_7)
     encoder = EncoderCache(cache, b"fp")
     computed = [Encoder((50,), seed=i) for i in range(5)]
     for i, compute in enumerate(computed):
@@ -298,26 +297,6 @@ def test_slots_of_a_page_leave_one_by_one(encoder: EncoderCache, cache: TieredCa
     assert cache.stats().pages_free == PAGES
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_what_took_longer_to_compute_stays_longer(slow: int) -> None:
-    """Of two outputs of one size and rhythm, an order that learns lets go of the one whose bytes save less."""
-    pool = GpuPool.allocate(LAYOUT, 4)
-    order = make_order("rhythm", 4, iter(range(1000)).__next__)
-    cache = TieredCache(CacheConfig(page_size=16), pool, b"model", order=order)
-    outputs, identity = cache.outputs(), encoder_identity(b"fp", b"")
-    cache.prefilled(100, 0.1)
-    for number in (0, 1):
-        hold = outputs.reserve(identity, 2 * LAYOUT.page_nbytes)
-        seconds = 2.0 if number == slow else 0.001
-        outputs.store(
-            hold, digest(number), (Tensor((2 * LAYOUT.page_nbytes,), "uint8", 0, 2 * LAYOUT.page_nbytes),), seconds
-        )
-        outputs.release(hold)
-    cache.abort(cache.admit(range(16)))
-    assert outputs.find(identity, digest(1 - slow)) is None
-    assert outputs.find(identity, digest(slow)) is not None
-
-
 def test_many_outputs_leave_at_once(encoder: EncoderCache, cache: TieredCache) -> None:
     """Pages and slots of several outputs leave in one batch: no slot is handed out as a page."""
     computed = [Encoder((1024 + 100 * i,), seed=i) for i in range(1, 9)]  # a page and a slot each
@@ -351,117 +330,3 @@ def test_reset_forgets_outputs(encoder: EncoderCache, cache: TieredCache) -> Non
     assert report.pages_freed == 2
     assert encoder.get(digest(1)) is None
     assert cache.stats().pages_free == PAGES
-
-
-# ---------------------------------------------------------------------- once
-
-
-def test_fifty_threads_compute_once(encoder: EncoderCache, cache: TieredCache) -> None:
-    slow = Encoder((1500,))
-    begin = threading.Barrier(50)
-    outputs = []
-
-    def compute() -> list[torch.Tensor]:
-        time.sleep(0.02)
-        return slow()
-
-    def ask() -> None:
-        begin.wait()
-        outputs.append(encoder.get_or_compute(digest(1), compute))
-
-    threads = [threading.Thread(target=ask) for _ in range(50)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert slow.calls == 1
-    assert all(slow.same(o.tensors) for o in outputs)
-    assert cache.outputs().stats().held == 50
-    for o in outputs:
-        o.release()
-    cache.check_invariants()
-
-
-def test_an_exception_reaches_all_who_wait(encoder: EncoderCache) -> None:
-    begin, calls, errors = threading.Barrier(10), [], []
-
-    def broken() -> torch.Tensor:
-        calls.append(1)
-        time.sleep(0.05)
-        raise RuntimeError("no picture")
-
-    def ask() -> None:
-        begin.wait()
-        try:
-            encoder.get_or_compute(digest(1), broken)
-        except RuntimeError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(10)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(errors) == 10
-    assert len(calls) == 1
-
-
-@pytest.mark.asyncio
-async def test_fifty_tasks_compute_once(encoder: EncoderCache, cache: TieredCache) -> None:
-    slow = Encoder((300,))
-
-    async def compute() -> list[torch.Tensor]:
-        await asyncio.sleep(0.01)
-        return slow()
-
-    outputs = await asyncio.gather(*(encoder.get_or_compute_async(digest(1), compute) for _ in range(50)))
-    assert slow.calls == 1
-    assert all(slow.same(o.tensors) for o in outputs)
-    for o in outputs:
-        o.release()
-    again = await encoder.get_or_compute_async(digest(1), slow)  # not a coroutine function
-    assert again.source == "gpu"
-    again.release()
-    cache.check_invariants()
-
-
-@pytest.mark.asyncio
-async def test_who_waits_goes_on_when_the_one_that_computes_is_cancelled(encoder: EncoderCache) -> None:
-    slow, begun = Encoder((300,)), asyncio.Event()
-
-    async def hangs() -> list[torch.Tensor]:
-        begun.set()
-        await asyncio.sleep(60)
-        return []
-
-    first = asyncio.create_task(encoder.get_or_compute_async(digest(1), hangs))
-    await begun.wait()
-    second = asyncio.create_task(encoder.get_or_compute_async(digest(1), slow))
-    await asyncio.sleep(0)
-    first.cancel()
-    output = await second
-    assert slow.same(output.tensors)
-    output.release()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-
-
-@pytest.mark.asyncio
-async def test_who_waits_and_is_cancelled_stops_nobody(encoder: EncoderCache) -> None:
-    slow, begun, go_on = Encoder((300,)), asyncio.Event(), asyncio.Event()
-
-    async def compute() -> list[torch.Tensor]:
-        begun.set()
-        await go_on.wait()
-        return slow()
-
-    first = asyncio.create_task(encoder.get_or_compute_async(digest(1), compute))
-    await begun.wait()
-    second = asyncio.create_task(encoder.get_or_compute_async(digest(1), compute))
-    await asyncio.sleep(0)
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    go_on.set()
-    (await first).release()
-    assert slow.calls == 1

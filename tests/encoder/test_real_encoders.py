@@ -4,6 +4,10 @@ Must not need a network: weights and images are package data, speech is synthesi
 absent.
 """
 
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 from functools import partial
 from pathlib import Path
@@ -162,3 +166,30 @@ def test_prompts_are_keyed_by_token_ids(sentence: Sentence, cache: TieredCache):
     with encoder.get_or_compute(sentence.tokens(PROMPTS[0].upper()), lambda: pytest.fail("computed again")) as output:
         assert torch.equal(output.tensor, sentence(ids))
     assert encoder.get(ids[:-1]) is None
+
+
+def test_the_example_runs(repo_root: Path):
+    """Six turns of two chats show four photographs: two of them twice, and those are found."""
+    need("vision")
+    script = repo_root / "examples" / "image_chat.py"
+    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    assert 0 == done.returncode, done.stderr
+    lines = done.stdout.splitlines()
+    assert ["computed", "computed", "computed", "gpu", "computed", "gpu"] == [line.split()[5] for line in lines[1:7]]
+    assert "4 photographs encoded, 2 found" in lines[7]
+
+
+def test_the_example_says_what_it_needs(repo_root: Path):
+    """Where a package is absent it says so, and fails at nothing."""
+    script = f"""
+        import importlib.util, runpy, sys
+        sys.path.insert(0, {str(repo_root)!r})
+        found = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *more: None if name == "skimage" else found(name, *more)
+        runpy.run_path({str(repo_root / "examples" / "image_chat.py")!r}, run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert 0 == done.returncode, done.stderr
+    assert "this example needs" in done.stdout
+    assert "skimage" in done.stdout

@@ -62,7 +62,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-copies-each-cold-page-down-alone",
         ROOM,
-        "CLEAN_PARTS = 8",
+        "CLEAN_PARTS = 16",
         "CLEAN_PARTS = 1 << 30",
         (LARGE + "test_a_decode_finds_pages_that_are_copied_down_already",),
     ),
@@ -391,8 +391,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-cleans-a-hotter-page-for-want-of-a-place",
         TRAFFIC,
-        "while all_of_it and looked_at < ahead and",
-        "while looked_at < ahead and",
+        "while all_of_it and looked_at < window and",
+        "while looked_at < window and",
         (FOUND + "test_cleaning_does_not_push_out_pages_that_are_hotter",),
     ),
     Bug(

@@ -91,7 +91,8 @@ class OutputChooser:
         if len(self._live) >= self._live_max:
             return None
         self._handles += 1
-        return ("output", "reserve", self._handles, *self._which(), self._form())  # maybe one that is there
+        below = self._cached()[1]  # computed all the same, since loading takes longer
+        return ("output", "reserve", self._handles, *self._one_of(below, 0.3), self._form())
 
     def _form(self) -> int:
         return self._random.randrange(FORMS) if self._random.random() < self._other_form else 0

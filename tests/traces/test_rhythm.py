@@ -71,6 +71,28 @@ def test_claude_sessions_at_their_own_pace(cut: Cut) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("order", "sessions", "capacities", "least"),
+    [("open:8", 40, [128 * K], 0.44), ("open:100", 355, [1024 * K], 0.60)],
+)
+def test_more_claude_sessions(cut: Cut, order: str, sessions: int, capacities: list[int], least: float) -> None:
+    """Few sessions, which is the least that it wins where LRU is below 75 %, and all of them."""
+    found = closed(cut("claude_code_355", 128), order, capacities, sessions=sessions)
+    assert all(share >= least for share in found.values()), found
+
+
+@pytest.mark.parametrize(("order", "sessions", "capacity"), [("open:8", 40, 1024 * K), ("open:24", 60, 4096 * K)])
+def test_it_is_lru_where_all_that_is_left_are_pauses(cut: Cut, order: str, sessions: int, capacity: int) -> None:
+    """Where LRU hits 95 %, the chains that it drops are in pauses, and so nothing is lost to it."""
+    pages = cut("claude_code_355", 128)
+    arrivals = Order.parse(order).arrivals(pages.trace, sessions)
+    tokens = sum(request.prompt_len for request in arrivals.requests)
+    low = lru_matches(pages, [capacity], arrivals)[capacity]
+    for seed in SEEDS:
+        assert (matches(pages, arrivals, capacity, seed=seed) - low) * 128 / tokens >= -0.0005
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("order", "capacities", "least"),
     [
         ("rotate:8", [64 * K, 128 * K], 0.93),
