@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from kvkeep.lease import Lease
-from kvkeep.tiers.ledger import Ledger
+from kvkeep.tiers.ledger import Ledger, page_ids
 from kvkeep.transfer.backend import NO_WAIT, After, Job
 from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan, SlotCopy
@@ -209,9 +209,11 @@ class Copies:
     # ------------------------------------------------------------------ what copies hold
 
     def pages_held_alone(self) -> set[int]:
-        """GPU pages that copies hold and no request does."""
-        held = Counter(chain.from_iterable(self._gpu.split(copy.gpu)[0] for copy in self))
-        return {page for page, count in held.items() if self._gpu.holders(page) == count}
+        """GPU pages that copies hold and no request does, those with slots too of which that is so."""
+        held = Counter(chain.from_iterable(copy.gpu for copy in self))
+        alone = page_ids(page for page, count in held.items() if self._gpu.holders(page) == count)
+        pages, slots = self._gpu.split(alone)
+        return {*pages, *(self._gpu.slots.pages_busy_with(slots) if self._gpu.slots is not None else ())}
 
     def requests_holding(self, pages: "array[int]") -> list[int]:
         """How many live requests hold each of these GPU pages: its holders, but for copies."""

@@ -10,6 +10,7 @@ A slot is a stretch of granules of one page.  There are no size classes: with cl
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -131,6 +132,11 @@ class Slots:
         """Whether the index alone owns every slot of a page."""
         slotted = self.pages[page]
         return slotted.idle == slotted.live
+
+    def pages_busy_with(self, slots: Iterable[int]) -> list[int]:
+        """Pages whose slots are idle, but for these ones, which are not."""
+        busy = Counter(self.page_of(slot) for slot in slots)
+        return [page for page, count in busy.items() if self.pages[page].live - self.pages[page].idle == count]
 
     def page_of(self, slot: int) -> int:
         """The page that a slot is in."""

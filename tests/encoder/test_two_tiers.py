@@ -13,6 +13,7 @@ import torch
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.encoder import EncoderCache
+from kvkeep.errors import OutOfPages
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.tiers.layout import PageLayout
@@ -151,3 +152,16 @@ def test_what_is_computed_faster_is_not_loaded(cache: TieredCache, encoder: Enco
     with encoder.get_or_compute(digest(1), quick) as output:
         assert output.source == "computed"
     assert quick.calls == 2
+
+
+def test_a_page_whose_slot_is_being_copied_counts_as_in_flight(cache: TieredCache, encoder: EncoderCache):
+    """Who finds no page is told that one will be free when a copy of the output in it is over, and waits for that."""
+    put(encoder, 1, lambda: torch.ones(100))
+    lease = cache.admit(range((PAGES - 1) * 16))
+    cache.poll()  # few pages are free: the output is copied down ahead of need
+    with pytest.raises(OutOfPages) as refused:
+        cache.extend(lease, room=16)
+    assert 1 == refused.value.in_flight
+    settle(cache)
+    cache.extend(lease, room=16)
+    cache.abort(lease)

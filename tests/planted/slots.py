@@ -276,4 +276,11 @@ BUGS: tuple[Bug, ...] = (
         "if first_page < 0 or nbytes < 1 or first_page > pages:",
         (MEMORY_TESTS + "test_span_outside_the_pool_is_a_bug",),
     ),
+    Bug(
+        id="a-slot-that-is-copied-keeps-its-page-for-good",
+        file="kvkeep/copies.py",
+        old="return {*pages, *(self._gpu.slots.pages_busy_with(slots) if self._gpu.slots is not None else ())}",
+        new="return {*pages}",
+        caught_by=("tests/encoder/test_two_tiers.py::test_a_page_whose_slot_is_being_copied_counts_as_in_flight",),
+    ),
 )
