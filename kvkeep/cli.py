@@ -23,6 +23,8 @@ EXIT_INTERRUPTED = 130
 
 ENGINE_EXTRA = {"torch", "transformers", "tokenizers", "gguf", "safetensors", "huggingface_hub", "rich", "matplotlib"}
 
+MODEL = "smollm2-135m"
+
 Command = Callable[[argparse.Namespace], Report]
 
 
@@ -126,6 +128,8 @@ def _demo(arguments: argparse.Namespace) -> Report:
 
 def _verify(arguments: argparse.Namespace) -> Report:
     _wait_politely()
+    if arguments.multimodal:
+        return _verify_multimodal(arguments)
     from kvkeep.engine import verify
 
     return verify.run(
@@ -137,6 +141,18 @@ def _verify(arguments: argparse.Namespace) -> Report:
             device=arguments.device,
             seed=arguments.seed,
         )
+    )
+
+
+def _verify_multimodal(arguments: argparse.Namespace) -> Report:
+    from kvkeep.engine.verify import multimodal
+
+    for option, said in (("--model", arguments.model != MODEL), ("--mode", arguments.mode == "same-schedule")):
+        if said or arguments.device != "cpu":
+            option = option if said else "--device"
+            raise BadInput(f"{option} with --multimodal: it runs its own models, strict, on a cpu; leave it out")
+    return multimodal.run(
+        multimodal.MultimodalOptions(cases=arguments.cases, page_size=arguments.page_size, seed=arguments.seed)
     )
 
 
@@ -288,6 +304,11 @@ def _add_verify(commands: "argparse._SubParsersAction[Parser]") -> None:
         metavar="N",
         help="stop when N requests or a few more have been compared (220)",
     )
+    verify.add_argument(
+        "--multimodal",
+        action="store_true",
+        help="with photographs: two vision-language architectures, small, their weights from a seed",
+    )
     _add_model_options(verify)
 
 
@@ -372,7 +393,7 @@ def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _add_model_options(command: Parser) -> None:
     command.add_argument(
         "--model",
-        default="smollm2-135m",
+        default=MODEL,
         metavar="NAME",
         help="smollm2-135m, stories260k, or the path of a .gguf, a llama2.c .bin or a Hugging Face folder",
     )

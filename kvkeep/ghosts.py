@@ -3,21 +3,26 @@
 Must not change what is kept.  Its callers hold the cache's lock.
 
 It is the curve of `kvkeep size`, of LRU, over some of the pages: the first of each chain, and of the others one in
-`every`, chosen by their names.  A request that ends costs some microseconds, however long its path.
+`every`, chosen by their names.  Which of a run's pages those are is remembered, so that a request that ends costs some
+microseconds, however long its path: only the names that are new are looked at.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from kvkeep.index.run import Run
 from kvkeep.index.runs import Place
-from kvkeep.stack import UNUSED, Stack, stands_for
+from kvkeep.stack import UNUSED, Stack
 
 #: Pages in the stack, at most, and what part of them goes at once, the longest unused, when there is no place.
-IDS_MAX, PARTS = 16_384, 32
+IDS_MAX, PARTS = 2048, 32
+#: Runs of which it is remembered which pages are looked at, and how many new names a loop is faster for than numpy.
+RUNS_MAX, LOOP_NAMES_MAX = 4096, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,26 @@ def sizes(gpu_pages: int, host_pages: int) -> dict[str, int]:
     return out
 
 
+class _Looked:
+    """The pages of a run that are looked at.
+
+    depths, names: of these, and all entries from `start` to `until` have been considered, the last one called `last`.
+    """
+
+    __slots__ = ("depths", "last", "names", "start", "until")
+
+    def __init__(self, start: int) -> None:
+        self.start = self.until = start
+        self.last = 0
+        self.depths: list[int] = []
+        self.names: list[int] = []
+
+    def holds_for(self, run: Run) -> bool:
+        """Whether the run still has the entries that were considered: a name stands for all before it."""
+        at = self.until - 1 - run.start
+        return self.start == run.start and at < len(run.names) and run.names[at] == self.last
+
+
 class Ghosts:
     """page_size: tokens a page.   gpu_pages, host_pages: of the tiers as they are."""
 
@@ -54,26 +79,25 @@ class Ghosts:
         self._ids: dict[int, int] = {}  # by name
         self._names = array("Q", bytes(8 * IDS_MAX))  # by id
         self._free = array("i", range(IDS_MAX))
+        self._looked: dict[int, _Looked] = {}  # by serial of a run, the longest unused first
         self._prompt_tokens = 0
 
     def used(self, place: Place, prompt_len: int) -> None:
         """A request of a prompt of `prompt_len` tokens has ended, and its path ends at `place`."""
         self._prompt_tokens += prompt_len
-        names = path_names(place)[: self._largest]
-        if not len(names):
+        depths, names = self._path(place)
+        if not depths:
             return
-        mask = np.uint64(self._every - 1)
-        chosen = np.flatnonzero((names & mask) == 0)
-        if not len(chosen) or chosen[0]:
-            chosen = np.concatenate([[0], chosen])
-        ids = self._ids_of(names[chosen].tolist())
-        known = self._stack.last_use[ids] != UNUSED
-        count = len(ids) if known.all() else int(np.argmin(known))
-        pages = min(max(0, prompt_len - 1) // self._page_size, len(names))
-        if count < len(chosen):  # up to half-way to the first page that was never used
-            pages = min(pages, (int(chosen[count - 1]) + int(chosen[count]) + 1) // 2 if count else 0)
-        here = chosen[: np.searchsorted(chosen[:count], pages)]
-        self._stack.use(ids, stands_for(here, pages))
+        ids = self._ids_of(names)
+        last_uses = self._stack.last_use[ids].tolist()
+        known = last_uses.index(UNUSED) if UNUSED in last_uses else len(ids)
+        pages = min(max(0, prompt_len - 1) // self._page_size, place.depth, self._largest)
+        if known < len(ids):  # up to half-way to the first page that was never used
+            pages = min(pages, (depths[known - 1] + depths[known] + 1) // 2 if known else 0)
+        here = depths[: bisect_left(depths, pages, 0, known)]
+        ends = [(one + other + 1) // 2 for one, other in pairwise(here)]  # half-way to the next one
+        ends += [pages] if here else []
+        self._stack.use_few(ids, [end - start for start, end in zip([0, *ends], ends, strict=False)])
 
     def stats(self) -> GhostStats:
         """What there is so far."""
@@ -81,11 +105,46 @@ class Ghosts:
         found = {what: int(hits[min(pages, len(hits) - 1)]) * self._page_size for what, pages in self._sizes.items()}
         return GhostStats(self._prompt_tokens, found)
 
-    def _ids_of(self, names: list[int]) -> npt.NDArray[np.int32]:
+    def _path(self, place: Place) -> tuple[list[int], list[int]]:
+        """Depths and names of the pages of a path that are looked at, from page 0 on."""
+        run, end = place.run, min(place.depth, self._largest)
+        depths, names = list[int](), list[int]()
+        while end:
+            if end > run.start:
+                looked = self._look(run)
+                count = bisect_left(looked.depths, end)
+                depths[:0], names[:0] = looked.depths[:count], looked.names[:count]
+                end = run.start
+            if run.parent is not None:
+                run = run.parent
+        return depths, names
+
+    def _look(self, run: Run) -> _Looked:
+        looked = self._looked.pop(run.serial, None)
+        if looked is None or not looked.holds_for(run):
+            looked = _Looked(run.start)
+        self._looked[run.serial] = looked
+        if len(self._looked) > RUNS_MAX:
+            del self._looked[next(iter(self._looked))]
+        if looked.until < run.end:
+            mask, first = self._every - 1, looked.until
+            new = run.names[first - run.start :]
+            if len(new) <= LOOP_NAMES_MAX:
+                at = [i for i, name in enumerate(new) if not name & mask]
+            else:
+                at = np.flatnonzero((np.frombuffer(new, dtype=np.uint64) & np.uint64(mask)) == 0).tolist()
+            if not first and (not at or at[0]):
+                at.insert(0, 0)
+            looked.depths += [first + i for i in at]
+            looked.names += [new[i] for i in at]
+            looked.until, looked.last = run.end, new[-1]
+        return looked
+
+    def _ids_of(self, names: list[int]) -> list[int]:
         known, free = self._ids, self._free
         if len(free) < len(names) or self._stack.pages > self._largest + self._largest // 4:
             self._forget(len(names))
-        out = array("i")
+        out = []
         for at, name in enumerate(names):
             found = known.get(name)
             if found is None:
@@ -93,7 +152,7 @@ class Ghosts:
                 self._names[found] = name
                 self._weight[found] = self._every if at or not name & (self._every - 1) else 1
             out.append(found)
-        return np.frombuffer(out, dtype=np.int32)
+        return out
 
     def _forget(self, count: int) -> None:
         used = np.flatnonzero(self._stack.last_use != UNUSED)
@@ -103,15 +162,3 @@ class Ghosts:
         for number in oldest.tolist():
             del self._ids[self._names[number]]
             self._free.append(number)
-
-
-def path_names(place: Place) -> npt.NDArray[np.uint64]:
-    """The names of a path, from page 0 on."""
-    run, depth = place
-    parts = []
-    while depth:
-        parts.append(np.frombuffer(run.names[: depth - run.start], dtype=np.uint64))
-        depth = run.start
-        if run.parent is not None:
-            run = run.parent
-    return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0] if parts else np.empty(0, dtype=np.uint64)

@@ -26,7 +26,7 @@ WINDOW_PAGES_MIN, WINDOW_PAGES_MAX = 4, 256
 #: each page it looks at no more runs than that.
 LOOKS_A_WINDOW = 2
 #: Into how many parts the window is cut: so many pages leave before it is looked through again for pages to copy down.
-CLEAN_PARTS = 8
+CLEAN_PARTS = 16
 #: Where one of the last admissions asked for more than that, as many are kept copied down: the next may ask for them.
 ADMISSIONS_REMEMBERED = 16
 

@@ -39,33 +39,59 @@ class Stack:
         self._uses = 0
         self._tree = array("q", bytes(8 * (USES_MIN + 1)))  # Fenwick: pages by their last use
 
-    def use(self, pages: PageIds, found: "npt.NDArray[np.int64] | int") -> None:
-        """A request uses `pages`, its chain from the first page on.
+    def use(self, pages: PageIds, found: int) -> None:
+        """A request uses `pages`, its chain from the first page on; each weighs 1, and none of them has left.
 
-        found: for each of the first pages how many it stands for among those that the prompt looks up first; a number
-            n when each of the first n stands for itself.
+        found: how many of the first pages the prompt looks up.
         """
         if self._uses + 1 == len(self._tree):
             self._renumber()
         last = self.last_use[pages]
         known = int(np.argmax(last == UNUSED)) if len(last) and last[-1] == UNUSED else len(last)
-        looked_up = found if isinstance(found, int) else len(found)
-        before = None if self._weight is None else np.concatenate([[0], np.cumsum(self._weight[pages])])
         first = 0
         ends = (np.flatnonzero(last[1:known] != last[: known - 1]) + 1).tolist() if known else []
         for end in (*ends, known):
             if end == first:
                 continue
-            use, stop = int(last[first]), min(end, looked_up)
+            use, stop = int(last[first]), min(end, found)
             if stop > first:
                 later = self.pages - self._used_until(use)  # besides the chain before it
-                at = slice(later + first, later + stop) if before is None else later + before[first:stop]
-                self._reach(later + (stop if before is None else int(before[stop])))
-                self._hits[at] += 1 if isinstance(found, int) else found[first:stop]
-            self._add(use, first - end if before is None else int(before[first] - before[end]))
+                self._reach(later + stop)
+                self._hits[later + first : later + stop] += 1
+            self._add(use, first - end)
             first = end
         self.last_use[pages] = self._uses
-        self._add(self._uses, len(pages) if before is None else int(before[-1]))
+        self._add(self._uses, len(pages))
+        self._uses += 1
+
+    def use_few(self, pages: list[int], found: list[int]) -> None:
+        """The same for a few pages, weighed, some of which may have left; a loop is faster then.
+
+        found: for each of the first pages how many it stands for among those that the prompt looks up.
+        """
+        if self._uses + 1 == len(self._tree):
+            self._renumber()
+        ids = np.array(pages)
+        weights = self._weights(ids).tolist()
+        before = weight = later = 0  # of the chain so far; of the stretch; used since
+        use = UNUSED
+        for i, last in enumerate(self.last_use[ids].tolist()):
+            if last != use:
+                if weight:
+                    self._add(use, -weight)
+                use, weight = last, 0
+                if last != UNUSED:
+                    later = self.pages - self._used_until(last)
+            if last != UNUSED:
+                if i < len(found):
+                    self._reach(later + before + 1)
+                    self._hits[later + before] += found[i]
+                weight += weights[i]
+            before += weights[i]
+        if weight:
+            self._add(use, -weight)
+        self.last_use[ids] = self._uses
+        self._add(self._uses, before)
         self._uses += 1
 
     def forget(self, pages: PageIds) -> None:
@@ -111,9 +137,3 @@ class Stack:
             found += tree[at]
             at &= at - 1
         return found
-
-
-def stands_for(chosen: npt.NDArray[np.intp], pages: int) -> npt.NDArray[np.int64]:
-    """How many of the first `pages` of a chain are nearest to each of the chosen ones.   chosen: growing depths."""
-    between = (chosen[:-1] + chosen[1:] + 1) // 2
-    return np.diff(np.concatenate([[0], between, [pages]])) if len(chosen) else np.empty(0, dtype=np.int64)

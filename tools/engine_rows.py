@@ -84,10 +84,8 @@ def main() -> None:
             lru, rhythm = (found[name] for name in ORDERS)
             assert isinstance(lru, dict) and isinstance(rhythm, dict)
             waits = " ".join(f"{one['stalls']}, {one['preemptions']};" for one in (lru, rhythm))
-            shares = f"{lru['hit_share']:7.2%} {rhythm['hit_share']:7.2%}"
-            print(
-                f"{found['trace']:22} {found['order']:10} {found['gpu_tokens'] // K:5}k {shares}  {waits}", flush=True
-            )
+            pool = f"{found['trace']:22} {found['order']:10} {found['gpu_tokens']:8}"
+            print(f"{pool} {lru['hit_share']:7.2%} {rhythm['hit_share']:7.2%}  {waits}", flush=True)
     if options.json is not None:
         what = {"limit": options.limit, "rows": rows}
         options.json.write_text(json.dumps(what, indent=1) + "\n")

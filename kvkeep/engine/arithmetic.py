@@ -155,10 +155,15 @@ def _row_parts(model: nn.Module, rows_max: int) -> Iterator[tuple[Callable[[int,
     for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.o_proj):
         yield on_inputs(module, module.in_features), True
     yield on_inputs(layer.input_layernorm, width), True
+    for name in ("q_norm", "k_norm"):  # some models norm the queries and keys of each head
+        norm = getattr(layer.self_attn, name, None)
+        if norm is not None:
+            yield on_inputs(norm, norm.weight.numel()), True
+    kind = getattr(layer.self_attn, "layer_type", None)
 
     def rotation(first: int, last: int) -> torch.Tensor:
         positions = torch.arange(first, last)[None]
-        cos, sin = decoder.rotary_emb(torch.empty(0, dtype=dtype), positions)
+        cos, sin = decoder.rotary_emb(torch.empty(0, dtype=dtype), positions, *(() if kind is None else (kind,)))
         return torch.cat((cos[0], sin[0]), dim=-1)
 
     yield rotation, True

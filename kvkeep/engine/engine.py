@@ -4,6 +4,7 @@ Must not know how a forward is computed, nor what the cache keeps.  `step` reads
 compose a batch, run it, and let each request of it advance.
 """
 
+import contextlib
 import time
 from array import array
 from collections import deque
@@ -20,15 +21,17 @@ from kvkeep.engine.forward import Forward, Piece
 from kvkeep.engine.host_tier import HostTier, WrapBackend
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.engine.paged_attention import Segment
-from kvkeep.engine.request import Request, SamplingParams, State
+from kvkeep.engine.request import ImageInput, Request, SamplingParams, State
 from kvkeep.engine.sampling import sample
+from kvkeep.engine.vision.features import ImageFeatures
 from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
-from kvkeep.index.names import as_token_ids
+from kvkeep.index.media import MediaItem, place_media
+from kvkeep.index.names import TokenIds, as_token_ids
 from kvkeep.lease import Lease
 from kvkeep.tiers.gpu_pool import GpuPool
 from kvkeep.traffic import Suspended
 
-__all__ = ["Engine", "EngineConfig", "Request", "SamplingParams", "State"]
+__all__ = ["Engine", "EngineConfig", "ImageInput", "Request", "SamplingParams", "State"]
 
 GREEDY = SamplingParams()
 CHUNK_TOKENS: dict[Mode, int] = {"strict": 1024, "fast": 2048}
@@ -112,8 +115,10 @@ class Engine:
         mode: Mode = config.arithmetic or ("strict" if torch.device(loaded.device).type == "cpu" else "fast")
         chunk_tokens = config.chunk_tokens or CHUNK_TOKENS[mode]
         self._chunk_tokens = max(chunk_tokens // config.page_size, 1) * config.page_size
+        # An image that is one unit is computed at once, however short the chunks are.
+        chunk_max = max(self._chunk_tokens, loaded.vision.tokens if loaded.vision is not None else 0)
         self.arithmetic: Arithmetic = loaded.arithmetic(
-            mode, config.threads or torch.get_num_threads(), rows_max=self._chunk_tokens + config.max_batch
+            mode, config.threads or torch.get_num_threads(), rows_max=chunk_max + config.max_batch
         )
         layout = loaded.layout(config.page_size)
         self.pool = GpuPool.allocate(layout, config.pool_pages, loaded.device)
@@ -128,6 +133,9 @@ class Engine:
         )
         self.on_forward: OnForward | None = None
         self._forward = Forward(loaded, self.pool.kv, layout, self.arithmetic)
+        self._images: ImageFeatures | None = None
+        if loaded.vision is not None:
+            self._images = ImageFeatures(loaded.vision, self.cache, self.arithmetic.threads)
         self._submitted = 0
         self._waiting: deque[Request] = deque()  # by number: oldest first
         self._running: list[Request] = []  # by number: oldest first
@@ -145,12 +153,15 @@ class Engine:
         salt: bytes = b"",
         reuse: bool = True,
         store: bool = True,
+        images: Sequence[ImageInput] = (),
         on_token: Callable[[Request, int], None] | None = None,
     ) -> Request:
         """Queues a request; `on_token` is called with each token as it is sampled.
 
-        Raises `BadInput` for ids outside the vocabulary, or when the prompt and `max_new_tokens` exceed the model's
-        positions or the whole pool.
+        images: of a vision-language model's prompt, in order; their placeholders are among `token_ids`.  Their
+            features are taken from the encoder cache, and left there, where both `reuse` and `store` are on.
+        Raises `BadInput` for ids outside the vocabulary, when the prompt and `max_new_tokens` exceed the model's
+        positions or the whole pool, or for images that do not fit the model or their placeholders.
         """
         ids = as_token_ids(token_ids)
         vocabulary = self.loaded.vocabulary
@@ -168,6 +179,7 @@ class Engine:
         for what, limit in limits.items():
             if total > limit:
                 raise BadInput(f"prompt of {len(ids)} and max_new_tokens {params.max_new_tokens} exceed {what}")
+        media = self._media(images, ids)
         request = Request(
             number=self._submitted,
             ids=array("i", ids.tobytes()),
@@ -176,6 +188,8 @@ class Engine:
             salt=salt,
             reuse=reuse and self.config.reuse,
             store=store and self.config.store,
+            images=tuple(images),
+            media=media,
             on_token=on_token,
         )
         self._submitted += 1
@@ -203,10 +217,11 @@ class Engine:
         batch = self._compose()
         if not batch:
             return self._wait_for_copies()
-        start = time.perf_counter()
-        logits = self._forward.run([piece for _, piece in batch])
-        if self._below is not None:
-            self._after_forward(batch, time.perf_counter() - start)
+        with self._with_features(batch) as pieces:
+            start = time.perf_counter()
+            logits = self._forward.run(pieces)
+            if self._below is not None:
+                self._after_forward(batch, time.perf_counter() - start)
         self._advance(batch, logits)
         return True
 
@@ -262,7 +277,9 @@ class Engine:
         """Admits a request, or resumes it."""
         if request.ticket is not None:
             return self.cache.resume(request.ticket, request.ids)
-        return self.cache.admit(request.ids, salt=request.salt, reuse=request.reuse, store=request.store)
+        return self.cache.admit(
+            request.ids, salt=request.salt, media=request.media, reuse=request.reuse, store=request.store
+        )
 
     def _take_stock(self) -> None:
         """Whose pages arrived may go on, whose did not waits again; who found no page for a last token tries again."""
@@ -295,42 +312,63 @@ class Engine:
         """The next forward: every request that decodes, longest first, then prompts, oldest first, up to a chunk."""
         ready = [r for r in self._running if not r.starved and self._may_run(r)]
         decoding = sorted((r for r in ready if r.pending == 1 and not r.holes), key=lambda r: -len(r.ids))
-        batch = [(request, self._piece(request, len(request.ids))) for request in decoding]
+        batch = [(request, self._piece(request, request.kv_len, len(request.ids))) for request in decoding]
         budget = self._chunk_tokens
         for request in ready:
-            if request.holes:
-                if not budget:
+            if request.holes or request.pending > 1:
+                start, end = self._chunk(request, budget)
+                if start == end:
                     break
-                piece = self._hole(request, budget)
-                budget -= piece.segment.rows
-                batch.append((request, piece))
-            elif request.pending > 1:
-                grid_end = (request.kv_len // self._chunk_tokens + 1) * self._chunk_tokens
-                end = min(len(request.ids), grid_end)
-                if end - request.kv_len > budget:
-                    break
-                budget -= end - request.kv_len
-                batch.append((request, self._piece(request, end)))
+                budget = max(budget - (end - start), 0)
+                batch.append((request, self._piece(request, start, end)))
         return batch
+
+    def _chunk(self, request: Request, budget: int) -> tuple[int, int]:
+        """The next positions of a prompt, or of the hole of a resumed request, that fit in `budget`; or none.
+
+        An image that is one unit is not split; where it is longer than a whole budget it is taken nevertheless.
+        """
+        if request.holes:
+            start, end = request.holes[0]
+            want = min(end, start + budget)
+        else:
+            start = request.kv_len
+            grid_end = (start // self._chunk_tokens + 1) * self._chunk_tokens
+            want = min(len(request.ids), grid_end)
+        end = request.held.chunk_end(start, want)
+        if end - start > budget and budget < self._chunk_tokens:
+            return start, start
+        return start, end
 
     def _may_run(self, request: Request) -> bool:
         """Whether a forward may be launched over the request's pages: on a stream, behind the copies out of them."""
         gate = request.held.gate
         return gate.open or (self._below is not None and gate.wait_on(self._below.stream))
 
-    def _piece(self, request: Request, end: int) -> Piece:
-        start = request.kv_len
+    def _piece(self, request: Request, start: int, end: int) -> Piece:
         return Piece(
-            segment=Segment(request.held.pages, start, end),
+            segment=Segment(request.held.pages, start, end, request.held.media.units),
             ids=request.ids[start:end],
-            wanted=end == len(request.ids),
+            wanted=end == len(request.ids) and not request.holes,
         )
 
-    def _hole(self, request: Request, rows_max: int) -> Piece:
-        """The next positions, `rows_max` at most, of a resumed request whose K and V are gone."""
-        start, end = request.holes[0]
-        end = min(end, start + rows_max)
-        return Piece(segment=Segment(request.held.pages, start, end), ids=request.ids[start:end], wanted=False)
+    def _with_features(
+        self, batch: Sequence[tuple[Request, Piece]]
+    ) -> contextlib.AbstractContextManager[Sequence[Piece]]:
+        """The pieces of a batch with the features of the images in them, which stay where they are meanwhile."""
+        if self._images is None:
+            return contextlib.nullcontext([piece for _, piece in batch])
+        return self._images.held(batch)
+
+    def _media(self, images: Sequence[ImageInput], ids: TokenIds) -> tuple[MediaItem, ...]:
+        """The media items of a prompt with images; `BadInput` where the model, or the prompt, does not take them."""
+        if self._images is None:
+            if images:
+                raise BadInput(f"{len(images)} images for {self.loaded.name}, which is a text model: it takes none")
+            return ()
+        media = self._images.media(images, ids)
+        place_media(media, self.config.page_size, len(ids))
+        return media
 
     def _advance(self, batch: Sequence[tuple[Request, Piece]], logits: torch.Tensor) -> None:
         """Commits what a forward computed, samples, ends what is complete, and makes room for the rest."""
@@ -340,6 +378,10 @@ class Engine:
             self._commit(request, piece.segment.end)
             if self.on_forward is not None:
                 self.on_forward(request, piece.segment.start, piece.segment.end, rows.get(request.number))
+        if self.loaded.vision is not None:  # nothing could stand behind a placeholder that was generated
+            logits = logits.index_fill(
+                1, torch.tensor([self.loaded.vision.placeholder], device=logits.device), float("-inf")
+            )
         sampled = sample(logits, [(request.params, len(request.ids)) for request in wanted]) if wanted else []
         for request, token in zip(wanted, sampled, strict=True):
             request.append(token)

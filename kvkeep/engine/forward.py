@@ -18,11 +18,15 @@ from kvkeep.tiers.layout import PageLayout
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one request: the token ids of its segment, and whether the logits of the last one are wanted."""
+    """Rows of one request: the token ids of its segment, and whether the logits of the last one are wanted.
+
+    features: rows of the piece, and the features [rows, hidden] that take the places of the tokens from there on.
+    """
 
     segment: Segment
     ids: Sequence[int]
     wanted: bool
+    features: tuple[tuple[int, torch.Tensor], ...] = ()
 
 
 class Forward:
@@ -31,6 +35,10 @@ class Forward:
     def __init__(self, loaded: LoadedModel, kv: torch.Tensor, layout: PageLayout, arithmetic: Arithmetic) -> None:
         self._decoder = loaded.model.get_decoder()
         self._head = loaded.model.get_output_embeddings()
+        self._embeddings = self._decoder.get_input_embeddings()
+        # Where layers attend in different ways transformers wants a mask for each; ours is made by `Step`.
+        kinds = getattr(loaded.config, "layer_types", None)
+        self._no_mask = None if kinds is None else dict.fromkeys(kinds)
         self._kv = kv
         self._layout = layout
         self._arithmetic = arithmetic
@@ -45,7 +53,9 @@ class Forward:
             ids: list[int] = []
             positions: list[int] = []
             wanted: list[int] = []
+            features: list[tuple[int, torch.Tensor]] = []
             for piece in pieces:
+                features.extend((len(ids) + row, found) for row, found in piece.features)
                 ids.extend(piece.ids)
                 positions.extend(range(piece.segment.start, piece.segment.end))
                 if piece.wanted:
@@ -56,8 +66,9 @@ class Forward:
             segments = [piece.segment for piece in pieces]
             step = Step(self._kv, self._layout, segments, self._arithmetic, self._workspace)
             hidden: torch.Tensor = self._decoder(
-                input_ids=torch.tensor([ids + padding], device=device),
+                inputs_embeds=self._embed(ids + padding, features),
                 position_ids=torch.tensor([positions + padding], device=device),
+                attention_mask=self._no_mask,
                 use_cache=False,
                 step=step,
             ).last_hidden_state[0]
@@ -66,6 +77,13 @@ class Forward:
             rows = wanted + wanted[-1:] * (self._arithmetic.rows(len(wanted)) - len(wanted))
             logits: torch.Tensor = self._head(hidden[torch.tensor(rows, dtype=torch.long, device=device)])
             return logits[: len(wanted)]
+
+    def _embed(self, ids: list[int], features: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """[1, rows, hidden]: the embeddings of tokens, but for the rows that have features."""
+        embedded: torch.Tensor = self._embeddings(torch.tensor([ids], device=self._kv.device))
+        for row, found in features:
+            embedded[0, row : row + len(found)] = found
+        return embedded
 
     def _kernel(self) -> contextlib.AbstractContextManager[None]:
         """Strict arithmetic is proved for one attention kernel: torch then fails rather than choose another."""

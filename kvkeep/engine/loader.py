@@ -13,13 +13,14 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kvkeep.engine import llama2c, paged_attention
 from kvkeep.engine.arithmetic import Arithmetic, Mode, calibrate
 from kvkeep.engine.gguf_file import GgufFile
 from kvkeep.engine.linear import can_pack, pack_linears
+from kvkeep.engine.vision.tower import Vision
 from kvkeep.errors import BadInput
 from kvkeep.tiers.layout import DType, PageLayout
 
@@ -68,18 +69,20 @@ class LoadedModel:
 
     weights_digest: sha256 of the weight files, in hex.
     packed: its linear layers use the packed CPU kernels.
+    vision: what makes features of images; None for a text model.
     calibrated: strict arithmetic by number of threads and rows, as far as it was asked for.
     """
 
     name: str
-    model: LlamaForCausalLM
-    config: LlamaConfig
+    model: PreTrainedModel
+    config: PreTrainedConfig
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     device: str
     dtype: DType
     weights_digest: str
     packed: bool
+    vision: Vision | None = None
     calibrated: dict[tuple[int, int], Arithmetic] = field(default_factory=dict)
 
     @property

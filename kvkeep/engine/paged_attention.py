@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from kvkeep.engine.arithmetic import Arithmetic
+from kvkeep.errors import InvariantViolation
 from kvkeep.tiers.layout import PageLayout
 
 NAME = "kvkeep_paged"
@@ -56,11 +57,18 @@ class Segment:
     """Consecutive positions [start, end) of one request that a forward computes, and the page table that holds them.
 
     Position p lives in pages[p // page_size]; the K and V of [0, start) are in the pages already.
+    units: ranges of positions of the request that see each other whatever their order; none may be split.
     """
 
     pages: Sequence[int]
     start: int
     end: int
+    units: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self) -> None:
+        for first, last in self.units:
+            if first < self.start < last or first < self.end < last:
+                raise InvariantViolation(f"positions {self.start} to {self.end} split the unit {first} to {last}")
 
     @property
     def rows(self) -> int:
@@ -275,15 +283,18 @@ class Step:
         blocks = []
         for start in range(segment.start, segment.end, BLOCK_ROWS):
             end = min(start + BLOCK_ROWS, segment.end)
-            keys = self._arithmetic.keys(end)
+            units = [unit for unit in segment.units if unit[0] < end and start < unit[1]]
+            keys = self._arithmetic.keys(max([end, *(last for _, last in units)]))
             rows = self._arithmetic.query_rows(end - start)
-            causal = start == 0
+            causal = start == 0 and not units
             mask = None
             if not causal:
                 last_seen = torch.arange(start, start + rows, device=self._device)[:, None]
+                for first, last in units:
+                    last_seen[max(first - start, 0) : last - start] = last - 1
                 mask = self._mask(torch.arange(keys, device=self._device)[None, :] > last_seen)
-            first = row + start - segment.start
-            blocks.append(_Block(first, first + end - start, keys, mask, causal))
+            at = row + start - segment.start
+            blocks.append(_Block(at, at + end - start, keys, mask, causal))
         return _Prefill(self._plan_gather([segment]), tuple(blocks))
 
     def _plan_decode(self, group: Sequence[Segment], first: int) -> _Decode:

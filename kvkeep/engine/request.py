@@ -8,12 +8,16 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput, InvariantViolation
+from kvkeep.index.media import MediaItem
 from kvkeep.lease import Lease
 from kvkeep.traffic import Suspended
+
+if TYPE_CHECKING:
+    import torch
 
 SEED_MAX = 2**63 - 1
 
@@ -50,6 +54,21 @@ class SamplingParams:
             raise BadInput(f"top_p is {self.top_p!r}: it must be above 0 and at most 1")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """An image in a prompt, ready for the model.
+
+    offset: position of its first placeholder; the model says how many there are.
+    pixels: [channels, height, width] float32, preprocessed.
+    digest: of what the pixels were made of (`kvkeep.media.digest`); None when it has no identity: nothing is kept of
+        its features, nor of the pages from it on.
+    """
+
+    offset: int
+    pixels: "torch.Tensor"
+    digest: bytes | None
+
+
 class State(Enum):
     """Where a request stands; WAITING again after a preemption."""
 
@@ -70,6 +89,9 @@ class Request:
         came from host memory.
     preemptions: how often its pages were taken.   suspensions: of those, how often they were copied to host memory.
     recomputed_len: tokens computed once more after preemptions.   hole_len: of those, ones before KV that was kept.
+    images: of the prompt.   media: the same as the cache knows them.   encoded: times that the vision tower ran for it.
+    features_found: times that features of an image of it were in the encoder cache.   features_from_host: of those,
+        the ones that were in host memory.
     ticket: what the cache keeps of it while it is suspended.
     holes: ranges of positions below `kv_len` that are to be computed again after a suspension.
     starved: it sits out, since the page for its last token is still being copied.
@@ -84,6 +106,8 @@ class Request:
     salt: bytes = b""
     reuse: bool = True
     store: bool = True
+    images: tuple[ImageInput, ...] = ()
+    media: tuple[MediaItem, ...] = ()
     on_token: "Callable[[Request, int], None] | None" = None
     state: State = State.WAITING
     lease: Lease | None = None
@@ -98,6 +122,9 @@ class Request:
     hole_len: int = 0
     preemptions: int = 0
     suspensions: int = 0
+    encoded: int = 0
+    features_found: int = 0
+    features_from_host: int = 0
     finish_reason: Literal["stop", "length"] | None = None
     submitted_ns: int = field(default_factory=time.perf_counter_ns)
     first_token_ns: int | None = None

@@ -96,7 +96,7 @@ def _whole_to_go(tree: "RunTree", run: Run, bound: float) -> bool:
 
 
 def _to_go(tree: "RunTree", run: Run, count: int, bound: float) -> tuple["array[int]", bool]:
-    """Takes up to `count` host copies that may go from `run`, from its first page on: that one leaves the GPU last.
+    """Takes up to `count` host copies that may go from `run`, the deepest first.
 
     Returns them, and whether the run may have more entries with both copies.
     """
@@ -111,10 +111,10 @@ def _to_go(tree: "RunTree", run: Run, count: int, bound: float) -> tuple["array[
     both = np.array(run.host[:on_gpu])
     both = (both != NOWHERE).nonzero()[0]
     hot_until = max((end for end, h in zip(run.ends, hot, strict=True) if h), default=run.start) - run.start
-    for at in both.tolist():
-        page = run.host[at]
+    for at in reversed(both.tolist()):
         if at >= hot_until and gpu.is_idle(run.pages[at]):  # else it is in use: hot, whatever its stamp
-            break
+            continue
+        page = run.host[at]
         if tier.ledger.is_idle(page):
             run.host[at] = NOWHERE
             gone.append(page)

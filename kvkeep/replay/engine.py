@@ -72,7 +72,12 @@ class Engine:
         )
         misses = MissLedger(pages.width, order=settings.eviction, clock=self.clock) if settings.explain else None
         self.cache = TieredCache(
-            CacheConfig(page_size=pages.width, index_at=settings.index_at, eviction=settings.eviction),  # type: ignore[arg-type]
+            CacheConfig(
+                page_size=pages.width,
+                index_at=settings.index_at,
+                eviction=settings.eviction,  # type: ignore[arg-type]
+                ghosts=False,
+            ),
             GpuPool.bookkeeping(settings.gpu_tokens // page_size),
             FINGERPRINT,
             host=CpuPool.bookkeeping(host_pages) if host_pages else None,

@@ -99,7 +99,7 @@ class Slots:
         return slot
 
     def close(self, slot: int) -> tuple[int, int | None]:
-        """The slot is no more.  Returns what `note` does, and the page that it was in if that was the last one there."""
+        """The slot is no more.  Returns what `note` does, and its page if that was the last slot there."""
         more_idle, i = self.note(slot, False), slot - self._first
         page = self._page_of[i]
         slotted = self.pages[page]

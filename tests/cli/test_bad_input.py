@@ -46,6 +46,11 @@ pytest.importorskip("torch")
         ("demo --model gpt-99", ["gpt-99", "smollm2-135m", "stories260k"]),
         ("verify --model gpt-99", ["gpt-99", "smollm2-135m", "stories260k"]),
         ("verify --mode strict --device cuda --model stories260k", ["strict", "same-schedule"]),
+        ("verify --multimodal --model stories260k", ["--model", "--multimodal", "leave it out"]),
+        ("verify --multimodal --mode same-schedule", ["--mode", "--multimodal", "leave it out"]),
+        ("verify --multimodal --device cuda", ["--device", "--multimodal", "leave it out"]),
+        ("verify --multimodal --page-size 32", ["--page-size 32", "48 to 512"]),
+        ("verify --multimodal --page-size 513", ["--page-size 513", "48 to 512"]),
     ],
 )
 def test_what_cannot_be_run_is_one_line_and_exit_code_2(

@@ -114,10 +114,10 @@ def test_pages_whose_copy_is_refused_are_the_requests_at_once(monkeypatch: pytes
 
 def test_a_decode_finds_pages_that_are_copied_down_already() -> None:
     """Page after page leaves for a long decode: some at a time are copied down ahead, and none is lost."""
-    tiers = TwoTiers(256, 512)
-    for first in range(6):
+    tiers = TwoTiers(512, 1024)
+    for first in range(12):
         tiers.store(prompt(first, 40))
-    lease = tiers.cache.admit(prompt(9, 14))
+    lease = tiers.cache.admit(prompt(90, 30))
     for number in range(150):
         tiers.settle()
         tiers.cache.extend(lease, [number] * 4)

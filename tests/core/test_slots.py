@@ -4,6 +4,7 @@ Must not know what is kept in them.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -128,7 +129,7 @@ class SlotMachine(RuleBasedStateMachine):
             alone[place.page] = alone.get(place.page, True) and self.owners[slot] == [INDEX]
         for spans in held.values():
             spans.sort()
-            assert all(a_end <= b for (_, a_end), (b, _) in zip(spans, spans[1:], strict=False))
+            assert all(a_end <= b for (_, a_end), (b, _) in pairwise(spans))
         assert ledger.idle == sum(alone.values())
         assert ledger.free == PAGES - len(alone)
         assert ledger.held == len(alone) - sum(alone.values())

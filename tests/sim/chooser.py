@@ -44,7 +44,7 @@ def setup_of(seed: int) -> Setup:
         listening=pick((False, False, True)),
         traced=pick((False, False, False, True)),
         eviction=pick(("lru", "lru", "rhythm")),
-        outputs=pick((0, 0, 0, 2, 5, 12)),
+        outputs=pick((0, 0, 0, 0, 0, 0, 2, 5, 12)),
     )
 
 

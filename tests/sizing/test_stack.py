@@ -15,7 +15,7 @@ from kvkeep.replay.pages import Pages
 from kvkeep.sizing.curve import HitCurve, knee
 from kvkeep.sizing.lru import lru_curve
 from kvkeep.sizing.sizing import exact_lru
-from kvkeep.stack import Stack, stands_for
+from kvkeep.stack import Stack
 
 CHAINS = 24
 
@@ -71,29 +71,34 @@ def test_uses_may_be_renumbered_at_any_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_pages_that_are_forgotten_are_new_again() -> None:
-    """A forgotten page counts for no distance, and is not found when it is used next."""
+    """A forgotten page counts for no distance, and is not found when it is used next, even amid a chain."""
     stack = Stack(6)
-    first, second = np.array([0, 1, 2], dtype=np.int32), np.array([3, 4], dtype=np.int32)
-    stack.use(first, 3)
-    stack.use(second, 2)
-    stack.forget(np.array([2, 4], dtype=np.int32))
+    stack.use_few([0, 1, 2], [1, 1, 1])
+    stack.use_few([3, 4], [1, 1])
+    stack.forget(np.array([1, 4], dtype=np.int32))
     assert 3 == stack.pages
-    stack.use(first, 3)
-    assert [0, 0, 1, 2] == stack.hits().tolist(), "page 3 was used later; of the chain, 0 and 1 are known"
+    stack.use_few([0, 1, 2], [1, 1, 1])
+    assert [0, 0, 1, 1, 2] == stack.hits().tolist(), "page 3 was used later; of the chain, 0 and 2 are known"
+    assert 4 == stack.pages
 
 
 def test_weights_are_distances() -> None:
     """A page of weight 5 takes the room of five."""
     stack = Stack(4, np.array([5, 1, 1, 1], dtype=np.int64))
     for page in (1, 0, 1):
-        stack.use(np.array([page], dtype=np.int32), 1)
+        stack.use_few([page], [1])
     assert [0] * 6 + [1] == stack.hits().tolist()
 
 
-def test_each_page_goes_with_the_nearest_one_that_is_looked_at() -> None:
-    """Chosen depths 1, 4 and 9 of 12 pages: halves of the gaps, and both ends."""
-    assert [3, 4, 5] == stands_for(np.array([1, 4, 9]), 12).tolist()
-    assert [] == stands_for(np.array([], dtype=np.intp), 12).tolist()
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 9)), max_size=40))
+def test_a_loop_over_few_pages_counts_what_arrays_do(uses: list[tuple[int, int, int]]) -> None:
+    """Chains of one to nine pages, and prompts of fewer: both ways of using them give the same curve."""
+    arrays, loop = Stack(60), Stack(60)
+    for chain, length, prompt in uses:
+        pages = np.arange(10 * chain, 10 * chain + length, dtype=np.int32)
+        arrays.use(pages, min(prompt, length))
+        loop.use_few(pages.tolist(), [1] * min(prompt, length))
+    assert arrays.hits().tolist() == loop.hits().tolist() and arrays.pages == loop.pages
 
 
 def test_a_knee_is_where_more_buys_little() -> None:

@@ -22,6 +22,8 @@ class Counts:
         computed again before others that were kept.
     failed_copies: between the tiers.   lost_tokens: of matched pages that such a copy did not bring, computed by the
         request that they were for.   revocations: admissions that ended since they waited for one.
+    images_encoded: runs of the vision tower.   features_found: times that a forward found features of an image in the
+        encoder cache.   features_from_host: of those, the ones that were in host memory.
     """
 
     pages_evicted: int = 0
@@ -34,6 +36,9 @@ class Counts:
     failed_copies: int = 0
     lost_tokens: int = 0
     revocations: int = 0
+    images_encoded: int = 0
+    features_found: int = 0
+    features_from_host: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(value + getattr(other, name) for name, value in self.items()))
@@ -65,4 +70,7 @@ def counted(engine: Engine, requests: Iterable[Request], faults: FailingBackend 
         failed_copies=faults.failed if faults is not None else 0,
         lost_tokens=stats.lost_tokens,
         revocations=stats.revocations,
+        images_encoded=sum(request.encoded for request in requests),
+        features_found=sum(request.features_found for request in requests),
+        features_from_host=sum(request.features_from_host for request in requests),
     )

@@ -47,6 +47,8 @@ class Case:
     preemptions: int
     suspensions: int
     hole_tokens: int
+    images: int
+    encoded: int
     difference: Difference | None
     complaint: str | None
 
@@ -68,6 +70,8 @@ class Case:
             "preemptions": self.preemptions,
             "suspensions": self.suspensions,
             "hole_tokens": self.hole_tokens,
+            "images": self.images,
+            "encoded": self.encoded,
             "mismatch": int(found is not None),
             "differs": None if found is None else found.what,
             "layer": None if found is None else found.layer,
@@ -173,6 +177,7 @@ class Gate:
                 ask.prompt,
                 SamplingParams(max_new_tokens=ask.new, temperature=ask.temperature, seed=ask.seed),
                 salt=ask.salt,
+                images=ask.images,
             )
             for ask in asks
         ]
@@ -190,6 +195,8 @@ class Gate:
                     preemptions=request.preemptions,
                     suspensions=request.suspensions,
                     hole_tokens=request.hole_len,
+                    images=len(request.images),
+                    encoded=request.encoded,
                     difference=self._judge.judge(request),
                     complaint=_complaint(ask, request),
                 )
@@ -213,4 +220,6 @@ def _complaint(ask: Ask, request: Request) -> str | None:
         return f"{request.matched_len} tokens came from the cache where {ask.matched} had to"
     if ask.from_host is not None and ask.from_host != request.host_len:
         return f"{request.host_len} tokens came from host memory where {ask.from_host} had to"
+    if ask.encoded is not None and ask.encoded != request.encoded:
+        return f"the vision tower ran {request.encoded} times where {ask.encoded} had to do"
     return None

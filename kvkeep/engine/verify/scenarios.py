@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal
 
 from kvkeep.engine.asking import pages_of
+from kvkeep.engine.request import ImageInput
 from kvkeep.engine.verify.counts import Counts
 from kvkeep.transfer.plan import Cause
 
@@ -30,6 +31,7 @@ class Ask:
 
     matched: what it must find in the cache, in tokens; None where that depends on what was dropped.   from_host: of
         those, the ones that must come from host memory.
+    images: in the prompt.   encoded: how often the vision tower must run for it; None where that depends.
     temperature 0 is greedy; above it `seed` draws.
     """
 
@@ -40,6 +42,8 @@ class Ask:
     salt: bytes = b""
     temperature: float = 0.0
     seed: int = 0
+    images: tuple[ImageInput, ...] = ()
+    encoded: int | None = None
 
     @property
     def tokens(self) -> int:

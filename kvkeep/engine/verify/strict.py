@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvkeep.engine.engine import Engine, EngineConfig, Request, SamplingParams
+from kvkeep.engine.engine import Engine, EngineConfig, Request
 from kvkeep.engine.loader import LoadedModel
 from kvkeep.engine.verify.compare import Difference, kv_difference, logits_difference, output_difference
 
@@ -61,7 +61,7 @@ class FromScratch:
         )
         self._scratch = Engine(loaded, config)
         self._scratch_recorder = Recorder(self._scratch)
-        self._remembered: OrderedDict[tuple[bytes, SamplingParams], Recording] = OrderedDict()
+        self._remembered: OrderedDict[object, Recording] = OrderedDict()
 
     def watch(self, engine: Engine) -> None:
         """Records what this engine computes from now on."""
@@ -86,10 +86,12 @@ class FromScratch:
 
     def _from_scratch(self, request: Request) -> Recording:
         prompt = request.ids[: request.prompt_len]
-        key = (prompt.tobytes(), request.params)
+        # By pixels: what a digest says of them is for the cached run alone.
+        seen = tuple((image.offset, image.pixels.numpy().tobytes()) for image in request.images)
+        key = (prompt.tobytes(), request.params, seen)
         found = self._remembered.get(key)
         if found is None:
-            again = self._scratch.submit(prompt, request.params)
+            again = self._scratch.submit(prompt, request.params, images=request.images)
             self._scratch.run()
             found = self._remembered[key] = self._scratch_recorder.take(again)
             if len(self._remembered) > REMEMBERED_MAX:
