@@ -36,20 +36,17 @@ KV_SHARES, POOL = (0.0, 0.25, 0.5, 0.75), (1000, 100_000)
 QUICK_KV_SHARES, QUICK_POOL = (0.5,), (100, 2_000)
 #: Workloads and sizes of the GPU tier, in tokens, where one budget is held against two halves.
 BUDGETS = [
-    *(
-        ("workload:mixed" + seed, tokens)
-        for seed in ("", "?seed=1", "?seed=2")
-        for tokens in (65_536, 131_072, 262_144)
-    ),
+    *((f"workload:mixed?seed={seed}", tokens) for seed in range(3) for tokens in (65_536, 98_304, 131_072, 262_144)),
     *(("workload:image-chat?sessions=80", tokens) for tokens in (65_536, 131_072, 262_144)),
     *(("workload:image-chat?sessions=80&keep=3", tokens) for tokens in (65_536, 131_072)),
     *(("workload:audio", tokens) for tokens in (65_536, 131_072)),
-    *(("workload:video", tokens) for tokens in (131_072, 262_144)),
+    *(("workload:video", tokens) for tokens in (65_536, 131_072)),
 ]
-QUICK_BUDGETS = [("workload:audio?sessions=10&clones=50", 65_536)]
-#: The order that is judged comes last.
+QUICK_BUDGETS = [("workload:mixed?seed=0", 262_144)]
+#: What is judged is a mixture of modalities; the order that is judged comes last.
+JUDGED_WORKLOAD = "workload:mixed"
 ORDERS: tuple[EvictionName, ...] = ("lru", "rhythm")
-PARTS = (0.25, 0.5, 0.75)
+PARTS = (0.5, 0.75)
 
 #: What is held against the limit: here the content lies as it is digested, and nothing has to be decoded.
 JUDGED = ("bytes", "file", "array", "tensor")
@@ -76,8 +73,8 @@ def run(arguments: list[str]) -> Report:
     )
     metrics["encoder_speedup"] = _speedup(measured)
     metrics["slot_waste_share"] = Metric(max(float(str(r["median"])) for r in rows if "kv_share" in r), "of bytes")
-    judged = [entry for entry in found if entry.eviction == ORDERS[-1] and not entry.waited]
-    metrics["budget_gain_share"] = Metric(round(min(entry.gain for entry in judged), 4), "of seconds saved")
+    worst = min(entry.gain for entry in found if _is_judged(entry))
+    metrics["budget_gain_share"] = Metric(round(worst, 4), "of seconds saved")
     rows += [_budget_row(entry) for entry in found]
     metrics["spin_us"] = summary([round(spin, 2) for entry in measured.values() for spin in entry.spins], "us")
     for line in [*table([r for r in rows if "median" in r]), *_budget_lines(found), *_absent()]:
@@ -160,8 +157,11 @@ def _waste_rows(kv_shares: Sequence[float], pages: int, operations: int) -> Iter
         }
 
 
+def _is_judged(entry: budgets.Budget) -> bool:
+    return entry.workload.startswith(JUDGED_WORKLOAD) and entry.eviction == ORDERS[-1] and not entry.waited
+
+
 def _budget_row(entry: budgets.Budget) -> dict[str, JsonValue]:
-    judged = entry.eviction == ORDERS[-1] and not entry.waited
     return {
         "metric": "budget_gain_share",
         "what": f"{entry.workload} in {entry.gpu_tokens:,} tokens, {entry.eviction}",
@@ -172,7 +172,7 @@ def _budget_row(entry: budgets.Budget) -> dict[str, JsonValue]:
         "saved_s_by_kv_share": {f"{share:g}": round(part.saved_s, 2) for share, part in entry.parts.items()},
         "waited_s_by_kv_share": {f"{share:g}": round(part.waited_s, 1) for share, part in entry.parts.items()},
         "duplicate_media_rate": round(entry.one.duplicate_media_rate, 4),
-        **({"limit": 0.0, "reached": entry.gain >= 0} if judged else {}),
+        **({"limit": 0.0, "reached": entry.gain >= 0} if _is_judged(entry) else {}),
     }
 
 
