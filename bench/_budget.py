@@ -31,7 +31,7 @@ def waste_share(kv_share: float, pages: int, operations: int, seed: int = 0) -> 
     output, new or seen before, of 20 KB to 20 MB, log-uniform.  Pages are of 2.8 MiB; the pool is full by then.
     """
     rng = random.Random(seed)
-    cache = TieredCache(CacheConfig(), GpuPool(pages, LAYOUT, None), b"bench")
+    cache = TieredCache(CacheConfig(eviction="lru"), GpuPool(pages, LAYOUT, None), b"bench")
     outputs, identity = cache.outputs(), encoder_identity(b"bench", b"")
     sizes: list[int] = []
     found = []

@@ -164,7 +164,7 @@ class Chains:
 
 def admit(pages: int, times: int) -> Sample:
     """A whole admission whose pages are all cached but the last."""
-    cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(2 * pages + 2), b"bench index")
+    cache = TieredCache(CacheConfig(page_size=PAGE, eviction="lru"), GpuPool.bookkeeping(2 * pages + 2), b"bench index")
     ids = distinct_chains(1, pages + 1, PAGE, 4)[0]
     cache.finish(cache.admit(ids), len(ids))
 
@@ -260,7 +260,9 @@ class FullPool:
 
     def __init__(self, pages: int, run_pages: int) -> None:
         self.run_pages = run_pages
-        self.cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(pages), b"bench index")
+        self.cache = TieredCache(
+            CacheConfig(page_size=PAGE, eviction="lru"), GpuPool.bookkeeping(pages), b"bench index"
+        )
         self.ledger, self.tree = self.cache._ledger, self.cache._tree
         self.identity = make_identity(b"bench index")
         self.random = np.random.Generator(np.random.PCG64(7))

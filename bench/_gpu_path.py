@@ -244,7 +244,7 @@ def _one_walk(machine: Machine, path: Path) -> Walk:
 def cache_over(pools: Pools, layout: PageLayout, pages: int) -> TieredCache:
     """A cache over open pools."""
     return TieredCache(
-        CacheConfig(page_size=layout.page_size),
+        CacheConfig(page_size=layout.page_size, eviction="lru"),
         GpuPool(pages, layout, pools.memory),
         b"gpu-check",
         host=pools.pool,

@@ -45,7 +45,7 @@ class Tiers:
             self._backend, bytes_in_flight_max=host_pages, queue_pages_max=host_pages, deadline_s=1e9
         )
         self.cache = TieredCache(
-            CacheConfig(page_size=PAGE),
+            CacheConfig(page_size=PAGE, eviction="lru"),
             GpuPool.bookkeeping(gpu_pages),
             b"bench",
             host=CpuPool.bookkeeping(host_pages),

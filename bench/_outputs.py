@@ -23,7 +23,7 @@ LAYOUT = PageLayout(layers=30, kv_heads=3, head_dim=64, page_size=128, dtype="fl
 
 def make_cache(pages: int = 8) -> TieredCache:
     """A cache over memory of this machine."""
-    return TieredCache(CacheConfig(), GpuPool.allocate(LAYOUT, pages), b"bench")
+    return TieredCache(CacheConfig(eviction="lru"), GpuPool.allocate(LAYOUT, pages), b"bench")
 
 
 def hits_2mb(times: int) -> Sample:

@@ -37,7 +37,9 @@ class Requests:
 
     def sample(self) -> list[float]:
         """One pass: microseconds of each request."""
-        cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(self.capacity // PAGE), b"bench index")
+        cache = TieredCache(
+            CacheConfig(page_size=PAGE, eviction="lru"), GpuPool.bookkeeping(self.capacity // PAGE), b"bench index"
+        )
         self.parts = {"admit": [], "extend": [], "finish": []}
         admit, extend, finish = self.parts.values()
         out = []
@@ -106,7 +108,7 @@ def _overfilling(pages: int) -> Workload:
 
 
 def _overfilled(pages: int, workload: Workload) -> TieredCache:
-    cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(pages), b"bench index")
+    cache = TieredCache(CacheConfig(page_size=PAGE, eviction="lru"), GpuPool.bookkeeping(pages), b"bench index")
     for turn in workload.turns:
         ids = workload.ids[turn.session]
         lease = cache.admit(ids[: turn.prompt_len])

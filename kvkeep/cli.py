@@ -325,7 +325,7 @@ def _add_replay(commands: "argparse._SubParsersAction[Parser]") -> None:
     _add_trace_options(replay)
     add("--gpu-tokens", type=_count, required=True, metavar="N", help="token positions that the GPU tier holds")
     add("--cpu-tokens", type=_count_or_none, default=0, metavar="N", help="and the tier in host memory (0: none)")
-    add("--eviction", default="lru", metavar="NAME", help="the order in which cached pages leave (lru)")
+    add("--eviction", default="rhythm", metavar="NAME", help="the order in which cached pages leave (rhythm)")
     add(
         "--accounting",
         choices=("engine", "reference"),

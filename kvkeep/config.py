@@ -20,14 +20,14 @@ class CacheConfig:
         less of a prefix and cost more bookkeeping.
     index_at: "seal" makes a page visible when it fills, so that requests in flight share it too; "finish" when its
         request ends, which forfeits sharing between concurrent requests.
-    eviction: the order in which cached pages leave.  "lru" is exact least-recently-used, tail first;
-        "rhythm" learns when chains come back, and lets go first of what costs most to keep for each hit.
+    eviction: the order in which cached pages leave.  "rhythm" learns when chains come back, and lets go first of what
+        costs most to keep for each hit; "lru" is exact least-recently-used, tail first.
     ghosts: estimate what tiers of other sizes would hit; 20 to 50 microseconds for each request that finishes.
     """
 
     page_size: int = 128
     index_at: IndexAt = "seal"
-    eviction: EvictionName = "lru"
+    eviction: EvictionName = "rhythm"
     ghosts: bool = True
 
     def __post_init__(self) -> None:

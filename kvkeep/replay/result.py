@@ -41,7 +41,7 @@ class Settings:
     gpu_tokens: int
     cpu_tokens: int = 0
     accounting: Accounting = "engine"
-    eviction: str = "lru"
+    eviction: str = "rhythm"
     index_at: IndexAt = "seal"
     concurrency: int | None = None
     explain: bool = False

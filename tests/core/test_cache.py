@@ -122,7 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool = GpuPool.allocate(layout, PAGES_TOTAL)
         self.kv: npt.NDArray[np.uint8] = self.pool.kv.numpy().view(np.uint8)
         self.ledger = TracingLedger(PAGES_TOTAL)
-        config = CacheConfig(page_size=PAGE_SIZE, index_at=self.index_at)
+        config = CacheConfig(page_size=PAGE_SIZE, index_at=self.index_at, eviction="lru")
         self.cache = TieredCache(config, self.pool, b"fp 0", ledger=self.ledger, hash_fn=self.hash_fn)
         self.naive = NaiveCache(PAGES_TOTAL, PAGE_SIZE, self.index_at == "seal")
         self.fingerprint = 0

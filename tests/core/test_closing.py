@@ -37,7 +37,7 @@ def test_a_copy_that_outlives_the_end_keeps_its_pages_until_it_is_over() -> None
         backend, bytes_in_flight_max=64 * LAYOUT.page_nbytes, queue_pages_max=64, deadline_s=PATIENCE_S
     )
     pool = GpuPool(8, LAYOUT, memory)
-    cache = TieredCache(CacheConfig(page_size=PAGE_SIZE), pool, b"fp", host=host, transfers=manager)
+    cache = TieredCache(CacheConfig(page_size=PAGE_SIZE, eviction="lru"), pool, b"fp", host=host, transfers=manager)
     cache.finish(cache.admit(prompt(1, 6)), 24)
     lease = cache.admit(prompt(2, 6))  # the old pages drain to it
     draining = [page for page in lease.pages if cache._ledger.holders(page) == 2]

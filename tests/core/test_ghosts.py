@@ -43,7 +43,9 @@ def test_it_is_what_caches_of_these_sizes_match() -> None:
     trace = prompts(400, 9)
     found = {}
     for pages in (32, 64, 128, 256):
-        cache = TieredCache(CacheConfig(page_size=SIZE, ghosts=pages == 64), GpuPool.bookkeeping(pages), b"f")
+        cache = TieredCache(
+            CacheConfig(page_size=SIZE, ghosts=pages == 64, eviction="lru"), GpuPool.bookkeeping(pages), b"f"
+        )
         found[pages] = sum(serve(cache, tokens) for tokens in trace)
         if pages == 64:
             estimate = cache.ghosts()
@@ -128,5 +130,5 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nobody_pays_who_does_not_want_it() -> None:
     """Without the setting there is no estimate."""
-    cache = TieredCache(CacheConfig(page_size=SIZE, ghosts=False), GpuPool.bookkeeping(8), b"f")
+    cache = TieredCache(CacheConfig(page_size=SIZE, ghosts=False, eviction="lru"), GpuPool.bookkeeping(8), b"f")
     assert cache.ghosts() is None

@@ -28,7 +28,7 @@ PROMPT = list(range(100, 117))  # four full pages and one token
 
 
 def make_cache(pages: int = 32, page_size: int = PAGE_SIZE, hash_fn: Hash64 = hash64) -> TieredCache:
-    config = CacheConfig(page_size=page_size)
+    config = CacheConfig(page_size=page_size, eviction="lru")
     return TieredCache(config, GpuPool.bookkeeping(pages), b"fp", ledger=TracingLedger(pages), hash_fn=hash_fn)
 
 

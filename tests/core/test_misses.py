@@ -28,7 +28,7 @@ class Told:
         self.backend = SimulatedBackend(page_nbytes=1)
         manager = TransferManager(self.backend, bytes_in_flight_max=99, queue_pages_max=99, deadline_s=60.0)
         self.cache = TieredCache(
-            CacheConfig(page_size=SIZE, **settings),
+            CacheConfig(**{"page_size": SIZE, "eviction": "lru", **settings}),
             GpuPool.bookkeeping(pages),
             b"f",
             host=CpuPool.bookkeeping(host_pages, suspend_pages) if host_pages else None,

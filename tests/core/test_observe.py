@@ -31,7 +31,7 @@ def test_it_matches_what_a_cache_that_never_evicts_matches(eviction: str) -> Non
     """One request after the other, page for page; tokens found and missed are all prompt tokens."""
     rng = random.Random(3)
     watching = observer(4096, eviction=eviction)
-    cache = TieredCache(CacheConfig(page_size=SIZE, index_at="finish"), GpuPool.bookkeeping(4096), b"f")
+    cache = TieredCache(CacheConfig(page_size=SIZE, index_at="finish", eviction="lru"), GpuPool.bookkeeping(4096), b"f")
     for _ in range(300):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
         lease = cache.admit(tokens)

@@ -183,7 +183,7 @@ def rotate(world: Clocked, sessions: int, rounds: int, pages: int) -> int:
 
 def test_a_rotation_that_does_not_fit_keeps_what_fits() -> None:
     """LRU hits nothing when sessions in rotation are more than fit; this order hits as good as all that can stay."""
-    lru = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(40), b"fp")
+    lru = TieredCache(CacheConfig(page_size=PAGE, eviction="lru"), GpuPool.bookkeeping(40), b"fp")
     hits = 0
     for _ in range(10):
         for number in range(8):
@@ -372,7 +372,7 @@ def test_what_is_expected_soon_stays() -> None:
 
 def test_lru_takes_hints_and_does_as_before() -> None:
     """An order that does not learn is given hints like any other."""
-    cache = TieredCache(CacheConfig(page_size=PAGE), GpuPool.bookkeeping(8), b"fp")
+    cache = TieredCache(CacheConfig(page_size=PAGE, eviction="lru"), GpuPool.bookkeeping(8), b"fp")
     lease = cache.admit([1, 1, 1])
     cache.finish(lease, 2, kvkeep.Discard())
     cache.hint(lease, kvkeep.Pin(5.0))

@@ -93,7 +93,10 @@ class Client:
 def test_threads_share_one_cache(kind: type[Ledger]) -> None:
     """Four threads admit, extend, seal and end requests on a small pool: no page is lost or wrongly shared."""
     cache = TieredCache(
-        CacheConfig(page_size=PAGE_SIZE), GpuPool.bookkeeping(PAGES_TOTAL), b"fp", ledger=kind(PAGES_TOTAL)
+        CacheConfig(page_size=PAGE_SIZE, eviction="lru"),
+        GpuPool.bookkeeping(PAGES_TOTAL),
+        b"fp",
+        ledger=kind(PAGES_TOTAL),
     )
     content = array("q", bytes(8 * PAGES_TOTAL))
     clients = [Client(cache, content, seed) for seed in range(THREADS)]

@@ -19,7 +19,7 @@ PAGES = 12
 
 def make_cache(pages: int = PAGES) -> TieredCache:
     pool = GpuPool.allocate(LAYOUT, pages)
-    return TieredCache(CacheConfig(page_size=16), pool, b"model", ledger=TracingLedger(pages))
+    return TieredCache(CacheConfig(page_size=16, eviction="lru"), pool, b"model", ledger=TracingLedger(pages))
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def always_7(raw: object, seed: int = 0) -> int:
 
 def test_names_that_collide_do_not_mix_outputs() -> None:
     pool = GpuPool.allocate(LAYOUT, PAGES)
-    cache = TieredCache(CacheConfig(page_size=16), pool, b"model", hash_fn=always_7)
+    cache = TieredCache(CacheConfig(page_size=16, eviction="lru"), pool, b"model", hash_fn=always_7)
     encoder = EncoderCache(cache, b"fp")
     computed = [Encoder((50,), seed=i) for i in range(5)]
     for i, compute in enumerate(computed):
@@ -196,7 +196,7 @@ def test_bad_keys(encoder: EncoderCache) -> None:
             encoder.get_or_compute(key, Encoder((4,)))
     with pytest.raises(BadInput, match="fingerprint"):
         EncoderCache(make_cache(), "fp")  # type: ignore[arg-type]
-    bare = TieredCache(CacheConfig(page_size=16), GpuPool.bookkeeping(4), b"model")
+    bare = TieredCache(CacheConfig(page_size=16, eviction="lru"), GpuPool.bookkeeping(4), b"model")
     with pytest.raises(BadInput, match="memory"):
         EncoderCache(bare, b"fp")
 

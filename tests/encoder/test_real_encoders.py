@@ -57,7 +57,7 @@ def sentence() -> Sentence:
 
 @pytest.fixture
 def cache() -> TieredCache:
-    return TieredCache(CacheConfig(), GpuPool.allocate(LAYOUT, 8), b"model")
+    return TieredCache(CacheConfig(eviction="lru"), GpuPool.allocate(LAYOUT, 8), b"model")
 
 
 def test_an_image_is_encoded_once(vision: Vision, cache: TieredCache):

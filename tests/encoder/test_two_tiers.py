@@ -44,7 +44,7 @@ def cache() -> Iterator[TieredCache]:
         HostBackend(pool.memory, host.memory), bytes_in_flight_max=1 << 30, queue_pages_max=1000, deadline_s=30.0
     )
     cache = TieredCache(
-        CacheConfig(page_size=16), pool, b"model", host=host, transfers=manager,
+        CacheConfig(page_size=16, eviction="lru"), pool, b"model", host=host, transfers=manager,
         ledger=TracingLedger(PAGES), host_ledger=TracingLedger(HOST_PAGES), parking_ledger=TracingLedger(4),
     )  # fmt: skip
     yield cache

@@ -20,7 +20,7 @@ def test_what_took_longer_to_compute_stays_longer(slow: int) -> None:
     """Of two outputs of one size and rhythm, an order that learns lets go of the one whose bytes save less."""
     pool = GpuPool.allocate(LAYOUT, 4)
     order = make_order("rhythm", 4, iter(range(1000)).__next__)
-    cache = TieredCache(CacheConfig(page_size=16), pool, b"model", order=order)
+    cache = TieredCache(CacheConfig(page_size=16, eviction="lru"), pool, b"model", order=order)
     outputs, identity = cache.outputs(), encoder_identity(b"fp", b"")
     cache.prefilled(100, 0.1)
     for number in (0, 1):
@@ -39,7 +39,7 @@ def test_few_cold_pages_among_many_outputs_are_found() -> None:
     """300 small outputs that come back often, and 20 chains that do not: nearly all that leaves is of the chains."""
     now = itertools.count()
     order = make_order("rhythm", 60, lambda: float(next(now)))
-    cache = TieredCache(CacheConfig(page_size=16), GpuPool.allocate(LAYOUT, 60), b"model", order=order)
+    cache = TieredCache(CacheConfig(page_size=16, eviction="lru"), GpuPool.allocate(LAYOUT, 60), b"model", order=order)
     outputs, identity = cache.outputs(), encoder_identity(b"fp", b"")
     cache.prefilled(100, 0.001)
     for chain in range(20):

@@ -48,7 +48,7 @@ class Node:
             self.backend, bytes_in_flight_max=64 * LAYOUT.page_nbytes, queue_pages_max=256, deadline_s=PATIENCE_S
         )
         self.cache = TieredCache(
-            CacheConfig(page_size=PAGE_SIZE),
+            CacheConfig(page_size=PAGE_SIZE, eviction="lru"),
             GpuPool(pages, LAYOUT, self.memory),
             b"fp",
             host=self.host,

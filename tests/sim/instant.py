@@ -41,7 +41,7 @@ class Instant:
             self.backend, bytes_in_flight_max=1 << 40, queue_pages_max=1 << 30, deadline_s=1e9, clock=self.backend.clock
         )
         self.cache = TieredCache(
-            CacheConfig(page_size=page_size),
+            CacheConfig(page_size=page_size, eviction="lru"),
             GpuPool.bookkeeping(pages),
             b"instant",
             host=CpuPool.bookkeeping(host_pages) if host_pages is not None else None,

@@ -18,14 +18,14 @@ CHUNK = 100
 
 #: What these seeds must have come across; where one is missing the simulator has become blind on that side.
 REACHED = (
-    "matched host pages", "matched GPU pages", "joined", "shortened", "revoked", "holes", "resumed", "closed", "died",
+    "matched host pages", "matched GPU pages", "joined", "revoked", "holes", "resumed", "closed", "died",
     "stuck", "aborted while copying", "admit refused", "extend refused", "truncate refused", "suspend refused",
     "resume refused", "resume too early", "outputs found", "outputs held twice", "outputs stored",
     "outputs stored by another", "outputs refused",
 )  # fmt: skip
 #: The same of many seeds.
 REACHED_BY_MANY = (
-    "outputs loaded", "outputs joined", "outputs too old to store", "outputs released while copying",
+    "shortened", "outputs loaded", "outputs joined", "outputs too old to store", "outputs released while copying",
     "outputs forgotten", "outputs stored over a host copy", "outputs revoked",
 )  # fmt: skip
 

@@ -95,7 +95,7 @@ class World:
         uses = Uses(setup.pages, lambda: float(self.done))
         self.hash_fn = narrow_hash if setup.narrow_names else hash64
         self.cache = TieredCache(
-            CacheConfig(page_size=PAGE_SIZE, index_at=setup.index_at),
+            CacheConfig(page_size=PAGE_SIZE, index_at=setup.index_at, eviction="lru"),
             GpuPool(setup.pages, LAYOUT, self.device),
             WEIGHTS[0],
             host=self.host,

@@ -48,7 +48,7 @@ class TwoTiers:
             clock=self.backend.clock,
         )
         self.cache = TieredCache(
-            CacheConfig(page_size=PAGE_SIZE),
+            CacheConfig(page_size=PAGE_SIZE, eviction="lru"),
             GpuPool.bookkeeping(pages),
             b"fp",
             host=CpuPool.bookkeeping(host_pages, suspend_pages),
