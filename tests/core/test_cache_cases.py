@@ -23,7 +23,10 @@ OTHER_PICTURE = b"digest of another one"
 
 def make_cache(pages: int, **config: Any) -> TieredCache:
     return TieredCache(
-        CacheConfig(**{"page_size": 2, "eviction": "lru", **config}), GpuPool.bookkeeping(pages), b"fp", ledger=TracingLedger(pages)
+        CacheConfig(**{"page_size": 2, "eviction": "lru", **config}),
+        GpuPool.bookkeeping(pages),
+        b"fp",
+        ledger=TracingLedger(pages),
     )
 
 

@@ -65,7 +65,9 @@ def test_nothing_leaves_before_what_is_behind_it(name: str, seed: int, capacity:
             assert tree.resident[ids][: tree.known(ids)].all()
     bare = {page for page in np.flatnonzero(tree.resident).tolist() if page not in tree.children}
     assert bare == set(tree.leaves)
-    future = known_future(pages, Arrivals(order, False), Settings(gpu_tokens=capacity * PAGE, accounting="reference"))
+    future = known_future(
+        pages, Arrivals(order, False), Settings(gpu_tokens=capacity * PAGE, accounting="reference", eviction="lru")
+    )
     assert matched <= best_possible(future, PAGE, [capacity * PAGE])[capacity * PAGE]
 
 

@@ -73,7 +73,7 @@ def as_uses(trace: Trace, requests: list[Request]) -> list[Use]:
 
 
 def counted(trace: Trace, requests: list[Request], timed: bool = False, **settings: Any) -> Counts:
-    return replay(Pages(trace, PAGE), Arrivals(requests, timed), Settings(**settings)).counts
+    return replay(Pages(trace, PAGE), Arrivals(requests, timed), Settings(**{"eviction": "lru", **settings})).counts
 
 
 @given(seed=st.integers(0, 10**6), capacity=st.integers(1, 60))
@@ -82,7 +82,7 @@ def test_reference_accounting_is_a_page_lru(seed: int, capacity: int):
     trace, order = made(seed)
     uses = as_uses(trace, order)
     pages, arrivals = Pages(trace, PAGE), Arrivals(order, timed=True)
-    settings = Settings(capacity * PAGE, 9 * PAGE, accounting="reference")
+    settings = Settings(capacity * PAGE, 9 * PAGE, accounting="reference", eviction="lru")
     counts = replay(pages, arrivals, settings).counts
     above, both = lru(uses, capacity), lru(uses, capacity + 9)
     assert (above, both - above) == (counts.matched_pages_gpu, counts.matched_pages_cpu)
@@ -123,7 +123,7 @@ def test_blocks_count_as_their_tokens_do(seed: int, capacity: int):
             assert same(tokens) == same(counted(blocks, order, concurrency=concurrency, **settings))
     arrivals = Arrivals(order, timed=True)
     bounds = [
-        best_possible(known_future(pages, arrivals, Settings(1)), PAGE, [capacity * PAGE])
+        best_possible(known_future(pages, arrivals, Settings(1, eviction="lru")), PAGE, [capacity * PAGE])
         for pages in (Pages(trace, PAGE), Pages(blocks, PAGE))
     ]
     assert bounds[0] == bounds[1]
@@ -180,8 +180,7 @@ def test_whatever_comes_every_request_ends(
     trace, order = made(seed)
     settings = Settings(
         capacity * PAGE, cpu * PAGE, index_at=index_at, concurrency=5, link_tokens_per_s=link, decode_tokens_per_s=3.0,
-        prefill_tokens_per_s=20.0,
-    )  # fmt: skip
+        prefill_tokens_per_s=20.0, eviction="lru")  # fmt: skip
     engine = Engine(Pages(trace, PAGE), settings)
     counts = engine.replay(Arrivals(order, timed))
     engine.cache.check_invariants()
@@ -214,7 +213,9 @@ def test_the_recorded_service_time_is_how_long_pages_are_held():
     b = Request(1, 1, 16, 16, 16, 1.0, 2.0)
     trace = Trace("t", "3", None, [np.arange(16, dtype=np.int32), 100 + np.arange(16, dtype=np.int32)], [[a], [b]],
                   "shared")  # fmt: skip
-    done = replay(Pages(trace, PAGE), Arrivals([a, b], True), Settings(4 * PAGE, prefill_tokens_per_s=1.0))
+    done = replay(
+        Pages(trace, PAGE), Arrivals([a, b], True), Settings(4 * PAGE, prefill_tokens_per_s=1.0, eviction="lru")
+    )
     assert (1, 12.0) == (done.counts.stalls, done.simulated_s)
 
 
@@ -249,7 +250,10 @@ def test_a_slow_link_holds_a_request_up():
     trace = Trace("t", "3", None, ids, [[a[0], a[2]], [a[1]]], "none")
     pages = Pages(trace, PAGE)
     fast: dict[str, Any] = {"gpu_tokens": 11 * PAGE, "cpu_tokens": 40 * PAGE, "prefill_tokens_per_s": 1e-3}
-    free, slow = (replay(pages, Arrivals(a, False), Settings(**fast, link_tokens_per_s=link)) for link in (None, 4.0))
+    free, slow = (
+        replay(pages, Arrivals(a, False), Settings(**fast, link_tokens_per_s=link, eviction="lru"))
+        for link in (None, 4.0)
+    )
     assert (1, 9) == (free.counts.matched_pages_gpu, free.counts.matched_pages_cpu)
     assert (1, 9) == (slow.counts.matched_pages_gpu, slow.counts.matched_pages_cpu)
     assert free.simulated_s + 9 * PAGE / 4.0 <= slow.simulated_s
@@ -260,7 +264,7 @@ def test_requests_are_prefilled_one_at_a_time():
     requests = [Request(n, n, 40, 40, 40, 0.0) for n in range(2)]
     ids = [100 * n + np.arange(40, dtype=np.int32) for n in range(2)]
     trace = Trace("t", "3", None, ids, [[requests[0]], [requests[1]]], "shared")
-    settings = Settings(21 * PAGE, 40 * PAGE, prefill_tokens_per_s=1.0, link_tokens_per_s=1e6)
+    settings = Settings(21 * PAGE, 40 * PAGE, prefill_tokens_per_s=1.0, link_tokens_per_s=1e6, eviction="lru")
     again = [request._replace(time_s=1000.0) for request in requests]
     other = Request(2, 2, 80, 80, 80, 500.0)
     third = Request(3, 3, 4, 4, 4, 1005.0)
@@ -375,6 +379,8 @@ def test_rotation_of_a_trace_hits_what_its_requests_hit():
     """`Order` and `replay` together: two sessions in turn, each turn finds the pages of the one before."""
     sessions = [[Request(n, n, 8, 12, 12), Request(n, n, 16, 20, 20)] for n in range(2)]
     trace = Trace("t", "4", None, [100 * n + np.arange(20, dtype=np.int32) for n in range(2)], sessions, "none")
-    done = replay(Pages(trace, PAGE), Order("rotate", 2).arrivals(trace), Settings(100, accounting="reference"))
+    done = replay(
+        Pages(trace, PAGE), Order("rotate", 2).arrivals(trace), Settings(100, accounting="reference", eviction="lru")
+    )
     assert (6, 48, 0.5) == (done.matched_pages, done.counts.prompt_tokens, done.hit_share)
     assert done.evict_us_per_page is None
