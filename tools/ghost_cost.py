@@ -54,7 +54,7 @@ def main() -> None:
         arrivals = Order.parse(order).arrivals(pages.trace, sessions)
         exact = exact_lru(pages, arrivals)
         for pool_k in pools_k:
-            engine = Engine(pages, Settings(pool_k * 1024))
+            engine = Engine(pages, Settings(pool_k * 1024, eviction="lru"))
             cache, capacity = engine.cache, pool_k * 1024 // 128
             ghosts = cache._ghosts = Ghosts(pages.width, capacity)
             spent: dict[str, float] = {}

@@ -22,12 +22,8 @@ OTHER_PICTURE = b"digest of another one"
 
 
 def make_cache(pages: int, **config: Any) -> TieredCache:
-    return TieredCache(
-        CacheConfig(**{"page_size": 2, "eviction": "lru", **config}),
-        GpuPool.bookkeeping(pages),
-        b"fp",
-        ledger=TracingLedger(pages),
-    )
+    settings = CacheConfig(**{"page_size": 2, "eviction": "lru", **config})
+    return TieredCache(settings, GpuPool.bookkeeping(pages), b"fp", ledger=TracingLedger(pages))
 
 
 def matched(cache: TieredCache, tokens: Sequence[int], **how: Any) -> int:
@@ -272,9 +268,7 @@ class Written:
     def __init__(self, pages: int) -> None:
         layout = PageLayout(layers=1, kv_heads=1, head_dim=1, page_size=2)
         self.pool = GpuPool.allocate(layout, pages)
-        self.cache = TieredCache(
-            CacheConfig(page_size=2, eviction="lru"), self.pool, b"fp", ledger=TracingLedger(pages)
-        )
+        self.cache = TieredCache(CacheConfig(page_size=2), self.pool, b"fp", ledger=TracingLedger(pages))
 
     def write(self, lease: Lease, first: int, *numbers: float) -> None:
         for position, number in enumerate(numbers, first):
@@ -474,7 +468,7 @@ def test_an_ended_request_cannot_be_used() -> None:
 def test_a_fingerprint_that_is_not_bytes_is_refused_at_once(bad: Any) -> None:
     """Neither a new cache nor one that is running takes a fingerprint that could not name anything."""
     with pytest.raises(BadInput, match=r"fingerprint is .*: it must be"):
-        TieredCache(CacheConfig(page_size=2, eviction="lru"), GpuPool.bookkeeping(4), bad)
+        TieredCache(CacheConfig(page_size=2), GpuPool.bookkeeping(4), bad)
     cache = make_cache(4)
     run_through(cache, [1, 2, 3])
     with pytest.raises(BadInput, match=r"fingerprint is .*: it must be"):
@@ -493,7 +487,7 @@ def test_a_pool_that_does_not_fit_its_configuration_is_refused() -> None:
         with pytest.raises(BadInput, match=r"page_size is .*: it must be an integer of 1 or more"):
             CacheConfig(page_size=page_size, eviction="lru")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="index_at is 'never': it must be one of seal, finish"):
-        CacheConfig(index_at="never", eviction="lru")  # type: ignore[arg-type]
+        CacheConfig(index_at="never")  # type: ignore[arg-type]
 
 
 def test_media_of_a_page_that_left_are_no_longer_the_chains() -> None:

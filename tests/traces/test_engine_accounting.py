@@ -42,7 +42,7 @@ def test_a_real_pool_gives_the_committed_counts(
     pages = cut(name, PAGE)
     arrivals = in_order(pages, order)
     committed = own_counts["one_live_request"][f"{name} {order}"]
-    found = {c: counted(pages, arrivals, Settings(c)).matched_pages_gpu for c in capacities}
+    found = {c: counted(pages, arrivals, Settings(c, eviction="lru")).matched_pages_gpu for c in capacities}
     assert {c: committed[str(c)] for c in capacities} == found
 
 
@@ -65,7 +65,7 @@ def test_requests_in_flight_give_the_committed_counts(cut: Cut, own_counts: dict
     bursts = copies(Order.parse("rotate:8").arrivals(pages.trace, 40), BURST)
     got = {
         f"{label} {capacity}": counted(
-            pages, arrivals, Settings(capacity, index_at=index_at, concurrency=BURST)
+            pages, arrivals, Settings(capacity, index_at=index_at, concurrency=BURST, eviction="lru")
         ).matched_pages_gpu
         for label, arrivals, capacity in (
             ("single", plain, 98304),
@@ -91,7 +91,7 @@ def test_requests_that_last_give_the_committed_counts(
     """By the times of the trace: what each tier matched, who waited for pages, who had to give its pages back."""
     pages = cut(name, PAGE)
     arrivals = Order.parse(order).arrivals(pages.trace, sessions)
-    counts = counted(pages, arrivals, Settings(gpu_tokens, cpu_tokens))
+    counts = counted(pages, arrivals, Settings(gpu_tokens, cpu_tokens, eviction="lru"))
     got = {
         "gpu": counts.matched_pages_gpu,
         "cpu": counts.matched_pages_cpu,

@@ -45,6 +45,6 @@ def test_lru_of_the_table_is_what_a_replay_gives(
     (row,) = (r for r in table["rows"] if (r["trace"], r["order"], r["gpu_tokens"]) == (name, order, gpu_tokens))
     pages = cut(name, row["page_size"])
     arrivals = Order.parse(order).arrivals(pages.trace, row["sessions"]).limited(table["limit"])
-    counts = replay(pages, arrivals, Settings(gpu_tokens)).counts
+    counts = replay(pages, arrivals, Settings(gpu_tokens, eviction="lru")).counts
     got = {"matched_pages": counts.matched_pages_gpu, "stalls": counts.stalls, "preemptions": counts.preemptions}
     assert got.items() <= row["lru"].items() and counts.unserved == row["unserved"]

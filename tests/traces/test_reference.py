@@ -62,7 +62,7 @@ def test_two_tiers_share_the_known_counts(cut: Cut, expected_reuse: Expected):
     """By the stack property the GPU hits what a pool of its size hits, and both together what one of their sum hits."""
     known = entry(expected_reuse, "tau_retail_200", "round_robin_32", ALL, 128)["lru_matched_pages_by_capacity_tokens"]
     pages = cut("tau_retail_200", 128)
-    settings = Settings(gpu_tokens=32768, cpu_tokens=65536, accounting="reference")
+    settings = Settings(gpu_tokens=32768, cpu_tokens=65536, accounting="reference", eviction="lru")
     counts = replay(pages, in_order(pages, "round_robin_32"), settings).counts
     both = counts.matched_pages_gpu + counts.matched_pages_cpu
     assert (known["32768"], known["98304"]) == (counts.matched_pages_gpu, both)
