@@ -11,7 +11,7 @@ EXTRAS ?= engine,replay,encoders,dev
 ARGS ?=
 
 PY := .venv/bin/python
-SOURCES := $(wildcard kvkeep tests bench tools)
+SOURCES := $(wildcard kvkeep tests bench tools examples)
 PYTEST := $(PY) -m pytest
 
 # An activated environment or a foreign path must not leak in.
