@@ -151,6 +151,22 @@ def test_logits_are_those_of_a_dynamic_cache_on_the_same_schedule(model: LlamaFo
         assert 0 == kept.matched_len
 
 
+def test_logits_after_a_hit_are_those_of_the_whole_prompt(model: LlamaForCausalLM) -> None:
+    """`generate` after a hit gives each token's logits as it does over the whole prompt: positions are right."""
+    with KvkeepCache(model, gpu_tokens=512, cpu_gib=CPU_GIB, page_size=16) as kept:
+        ids = tokens(90, seed=3)
+        answer(model, ids[:, :70], kept)
+        logits = []
+        for cache in (None, kept):
+            output = model.generate(
+                ids, past_key_values=cache, max_new_tokens=4, do_sample=False, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            logits.append(torch.cat(output.logits))
+        assert 64 == kept.matched_len
+        assert torch.allclose(*logits, atol=1e-5)
+
+
 def test_pages_come_back_from_host_memory_as_they_were(model: LlamaForCausalLM) -> None:
     """K and V that left the pool and came back are the bits that were computed."""
     with KvkeepCache(model, gpu_tokens=96, cpu_gib=CPU_GIB, page_size=16) as kept, torch.no_grad():

@@ -30,7 +30,7 @@ BUGS: tuple[Bug, ...] = (
         "            out[name] = out[name][..., start:]\n",
         '    for name in ("input_ids", "position_ids", "cache_position"):\n        if _given(out, name):\n'
         '            out[name] = out[name][..., start:] - start * (name == "position_ids")\n',
-        (HF_TESTS + "test_ten_turns_give_the_same_tokens_and_prefill_only_what_is_new",),
+        (HF_TESTS + "test_logits_after_a_hit_are_those_of_the_whole_prompt",),
     ),
     Bug(
         "forward-over-pages-that-are-on-their-way",
@@ -52,12 +52,5 @@ BUGS: tuple[Bug, ...] = (
         "    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]\n",
         "    return [(p.data_ptr(), 0) for p in model.parameters()]\n",
         (HF_TESTS + "test_changed_weights_forget_what_was_computed",),
-    ),
-    Bug(
-        "generated-pages-are-not-kept",
-        TRANSFORMERS,
-        "        self._kept.seal(self._live, len(self._ids))\n",
-        "        self._kept.seal(self._live, self._live.prompt_len)\n",
-        (HF_TESTS + "test_sessions_in_turns_come_back_to_their_full_pages",),
     ),
 )
