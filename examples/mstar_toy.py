@@ -107,7 +107,7 @@ def request_info(rid: str, walk: str = "prefill") -> Any:
     return CurrentForwardPassInfo(request_id=rid, graph_walk=walk, fwd_index=0, random_seed=0, max_tokens=8)
 
 
-def step(engine: Any, rid: str, ids: list[int], walk: str = "prefill") -> tuple[torch.Tensor | None, Any]:
+def step(engine: Any, rid: str, ids: list[int], walk: str = "prefill") -> tuple[Any, Any]:
     """One step of one request: its hidden states, or None and why it was not admitted."""
     info = request_info(rid, walk)
     batch = ExecutingBatch(
