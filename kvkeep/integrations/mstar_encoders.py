@@ -5,6 +5,7 @@ copied out of the pages before it is handed over, since M* keeps outputs of its 
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 from kvkeep.cache import TieredCache
 from kvkeep.encoder import EncoderCache, EncoderFingerprint
 from kvkeep.errors import BadInput
+
+log = logging.getLogger(__name__)
 
 Outputs = Mapping[str, Any]  # by name: a tensor, or a list of tensors
 
@@ -41,13 +44,22 @@ def keep_encoder(management: Any, encoder: KeptEncoder, cache: TieredCache) -> E
         (rid,) = engine_inputs.request_ids
         key = encoder.key_of(engine_inputs.per_request_info[rid])
 
+        made: list[Outputs] = []
+
         def compute() -> list[torch.Tensor]:
-            return packed(forward(graph_walk, engine_inputs=engine_inputs, **inputs))
+            made.append(forward(graph_walk, engine_inputs=engine_inputs, **inputs))
+            return packed(made[0])
 
         if key is None:
             return forward(graph_walk, engine_inputs=engine_inputs, **inputs)
-        with kept.get_or_compute(walked(key, graph_walk), compute) as output:
-            return unpacked(output.tensors)
+        try:
+            with kept.get_or_compute(walked(key, graph_walk), compute) as output:
+                return made[0] if made else unpacked(output.tensors)
+        except BadInput as error:
+            if not made:
+                raise
+            log.warning("kvkeep: an encoder's output is not kept: %s", error)
+            return made[0]
 
     def kept_batched(graph_walk: str, engine_inputs: Any, **inputs: Any) -> Any:
         """A batch is computed unless all of it is there: its inputs are one piece."""
@@ -59,7 +71,10 @@ def keep_encoder(management: Any, encoder: KeptEncoder, cache: TieredCache) -> E
         for rid, key in keys.items():
             output = computed.get(rid)
             if key is not None and found[rid] is None and isinstance(output, Mapping):
-                kept.get_or_compute(walked(key, graph_walk), partial(packed, output)).release()
+                try:
+                    kept.get_or_compute(walked(key, graph_walk), partial(packed, output)).release()
+                except BadInput as error:
+                    log.warning("kvkeep: an encoder's output is not kept: %s", error)
         return computed
 
     management.forward, management.forward_batched = kept_forward, kept_batched

@@ -4,6 +4,7 @@ Must not know what of M* is wrapped (`mstar.py`), nor how requests are scheduled
 manager where they give or take pages; the other methods take it.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,12 @@ from mstar.model.submodule_base import ARNodeInputs
 
 from kvkeep.cache import TieredCache
 from kvkeep.engine.host_tier import HostTier
-from kvkeep.errors import InvariantViolation, OutOfPages
+from kvkeep.errors import BadInput, InvariantViolation, OutOfPages
 from kvkeep.index.media import MediaItem
 from kvkeep.index.names import Int32s, TokenIds, as_token_ids
 from kvkeep.lease import Lease
+
+log = logging.getLogger(__name__)
 
 COPY_WAIT_S = 0.0002  # who cannot go on before a copy is over looks at it this often
 
@@ -142,17 +145,20 @@ class Streams:
             prompt = self._fresh_prompt(key, info)
             if prompt is None:
                 return True
-            ids = as_token_ids(prompt.tokens)
             try:
+                ids = as_token_ids(prompt.tokens)
                 lease = self._admit(key, prompt, ids, reuse=True)
             except OutOfPages:
                 self.counts.refused += 1
                 return True  # M* finds out by itself, and makes room in its own way
+            except BadInput as error:
+                log.warning("kvkeep: nothing of %s is kept: %s", key, error)
+                self._whole.add(key)
+                self.counts.refused += 1
+                return True
             self.counts.prompts += 1
             self.counts.prompt_tokens += len(ids)
-            stream = self._streams[key] = Stream(
-                lease, ids, prompt, named=True, matched=lease.taken_len, loading=True
-            )
+            stream = self._streams[key] = Stream(lease, ids, prompt, named=True, matched=lease.taken_len, loading=True)
             return self._arrive(key, stream)
 
     def _admit(self, key: Key, prompt: Prompt, ids: Int32s, reuse: bool) -> Lease:

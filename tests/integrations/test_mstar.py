@@ -158,6 +158,27 @@ def test_a_failed_read_is_a_miss() -> None:
     kept.check_invariants()
 
 
+def test_a_failed_read_that_two_requests_wait_for() -> None:
+    """Who shared a load that failed is admitted anew, and computes its prompt."""
+    gate = Gate()
+    engine, kept = kept_engine(pages=20, wrap_backend=gate)
+    prompt = ids_of(101, seed=8)
+    leave(engine, kept, "a", prompt)
+    fill(engine, kept)
+    gate.closed = gate.failing = True
+    for rid in ("b", "c"):
+        add(engine, rid, [*prompt, ord(rid) - 90])
+        assert not engine.check_ready("LLM", rid, request_info(rid)).ready
+    gate.closed = False
+    for rid in ("b", "c"):
+        await_ready(engine, rid)
+        assert step(engine, rid, [*prompt, ord(rid) - 90])[1] is None
+    assert kept.counts.loads_failed >= 2
+    kept.check_invariants()
+    hidden, _ = step(engine, "c", [7], "decode")
+    assert torch.allclose(reference([*prompt, 9, 7])[-1:], hidden, atol=1e-4)
+
+
 # ---------------------------------------------------------------------- who holds what
 
 

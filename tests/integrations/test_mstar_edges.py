@@ -18,7 +18,7 @@ pytest.importorskip("mstar", reason="mstar-ai is not installed in this environme
 from mstar.communication.tensors import LocalTransferEngine
 from mstar.distributed.communication import CommGroup, JointGroups
 from mstar.engine.engine import SubmoduleManagement
-from mstar.engine.resources import KVConfig
+from mstar.engine.resources import KVConfig, KVStep, Segment, StepContext
 from mstar.engine.resources.kv.manager import KVManager, KVSequenceInfo, PublishedKVInfo
 from mstar.engine.resources.kv.transfer import TransferEngineInfo
 from mstar.model.submodule_base import NodeSubmodule
@@ -26,6 +26,7 @@ from mstar.model.submodule_base import NodeSubmodule
 from examples.mstar_toy import PAGE, make_engine, request_info, step
 from kvkeep.encoder import EncoderFingerprint
 from kvkeep.errors import BadInput
+from kvkeep.index.media import MediaItem
 from kvkeep.integrations.mstar import KeptEncoder, KeptReqConfig, Prompt, attach, check_version
 from tests.integrations.mstar_requests import add, ask, await_ready, cold, ids_of, kept_engine, leave, stream_of
 
@@ -103,6 +104,42 @@ def test_ids_that_are_not_the_prompt_are_computed_whole() -> None:
     engine.remove_request("b")
     kept.check_invariants()
     assert torch.allclose(cold(prompt)[0][48:], ask(engine, "c", prompt), atol=1e-5)
+
+
+def test_media_are_told_apart_by_their_digests() -> None:
+    """Equal placeholders of another image match up to the page before it, those of the same image all the way."""
+    engine, kept = kept_engine()
+    prompt = [*ids_of(20, seed=1), *[9] * 20, *ids_of(20, seed=2)]
+    images = [(MediaItem(20, 20, digest, causal=True),) for digest in (b"1" * 32, b"2" * 32)]
+    leave(engine, kept, "a", prompt, media=images[0])
+    assert 60 - 16 == len(ask(engine, "b", prompt, media=images[1]))
+    assert 60 - 48 == len(ask(engine, "c", prompt, media=images[0]))
+
+
+def test_a_prompt_that_cannot_be_admitted_is_m_stars_own() -> None:
+    """A prompt larger than the pool, an empty one, ids below 0: said in the log, and M* deals with them."""
+    engine, kept = kept_engine(pages=12)
+    for rid, ids in (("long", [1] * 500), ("empty", []), ("negative", [-1, 2])):
+        add(engine, rid, ids)
+        assert 0 == await_ready(engine, rid)
+    assert 3 == kept.counts.refused
+    assert 21 == step(engine, "long", [1] * 500)[1].pages_short
+    kept.check_invariants()
+
+
+def test_a_plan_that_is_abandoned_gives_its_pages_back() -> None:
+    """A step that M* staged and dropped leaves no page with the label that it invented."""
+    engine, kept = kept_engine()
+    kv = engine._resources["kv"]
+    ask(engine, "a", ids_of(53, seed=1))
+    ctx = StepContext(request_ids=("a",), graph_walk="decode", slot=0, capture=False)
+    ctx.is_preplan = True
+    fork = KVStep(segments=(Segment("a", "side", 1),), pre_forks=(("main", "side"),))
+    assert kv.admit(fork, ctx).ok
+    assert 4 == len(stream_of(engine, "a", "side").page_indices)
+    kv.clear_preplan()
+    kept.check_invariants()
+    assert 63 - 4 == kept.streams.num_free
 
 
 def test_a_request_without_a_prompt_is_m_stars_own() -> None:
@@ -213,6 +250,11 @@ def test_encoder_outputs_are_computed_once() -> None:
     assert 6 == tower.runs
     kept.check_invariants()
     leave(engine, kept, "r", ids_of(53, seed=1))
+    digests["large"] = b"3" * 32
+    large = torch.randn(70_000, 16)  # more than the pool
+    got = management.forward("encode", engine_inputs=inputs("large"), pixels=large)
+    assert same(tower.forward("encode", inputs("large"), large), got)
+    kept.check_invariants()
 
 
 # ---------------------------------------------------------------------- at the start
