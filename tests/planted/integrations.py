@@ -101,7 +101,7 @@ MSTAR_BUGS = (
         "mstar-forgets-tokens-of-an-offloaded-request",
         MSTAR,
         "                streams.asleep(before, labels)\n",
-        "                streams.asleep({}, labels)\n",
+        "                streams.asleep(before, set())\n",
         M_TESTS + "test_offload_while_pages_are_shared",
     ),
     in_mstar(
@@ -143,6 +143,13 @@ MSTAR_BUGS = (
 
 BUGS: tuple[Bug, ...] = (
     *MSTAR_BUGS,
+    Bug(
+        "exclusive-pages-of-whoever-holds-them",
+        "kvkeep/room.py",
+        "        return sum(self._ledger.holders(page) == 1 for page in pages)\n",
+        "        return sum(self._ledger.holders(page) >= 1 for page in pages)\n",
+        ("tests/core/test_exclusive_pages.py::test_exclusive_pages",),
+    ),
     Bug(
         "chat-goes-on-with-a-prompt-that-differs",
         TRANSFORMERS,
