@@ -14,6 +14,7 @@ empty, hence `generate` hands over each prompt in full.
 """
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -175,6 +176,7 @@ class KvkeepCache(Cache):
         live = self._live
         if live is not None and len(ids) > len(self._ids) and ids[: len(self._ids)] == self._ids:
             self.matched_len = len(self._ids)
+            self._make_room(live, len(ids) - self.matched_len)
             self._extend(live, ids[self.matched_len :])
             return self.matched_len
         self._end()
@@ -191,10 +193,23 @@ class KvkeepCache(Cache):
             except OutOfPages as error:
                 self._wait_for_room(error, len(ids))
                 continue
-            while lease.read_in_progress and not (self._below and lease.gate.wait_on(self._below.stream)):
-                self._wait()
+            self._arrive(lease)
             if not lease.revoked:
                 return lease
+
+    def _arrive(self, lease: Lease) -> None:
+        while lease.read_in_progress and not (self._below and lease.gate.wait_on(self._below.stream)):
+            self._wait()
+
+    def _make_room(self, lease: Lease, tokens: int) -> None:
+        """Cold pages are copied down before `tokens` more need theirs: an extension would not wait, and drop them."""
+        size = self._kept.config.page_size
+        need = -(-(lease.length + tokens) // size) - len(lease.pages)
+        if self._below is not None and need > self._kept.stats().pages_free:
+            with suppress(OutOfPages):  # who extends says so
+                room = self._kept.admit([0] * (need * size), reuse=False, store=False)
+                self._arrive(room)
+                self._kept.abort(room)
 
     def _extend(self, lease: Lease, ids: list[int]) -> None:
         """Pages for `ids`, which follow the sequence; nothing has changed when there are none."""

@@ -109,6 +109,19 @@ def test_sessions_in_turns_come_back_to_their_full_pages(model: LlamaForCausalLM
         kept._kept.check_invariants()
 
 
+def test_a_chat_that_grows_sends_other_sessions_down(model: LlamaForCausalLM) -> None:
+    """A long turn of the live chat takes pages of another session only once they have been copied to host memory."""
+    with KvkeepCache(model, gpu_tokens=224, cpu_gib=CPU_GIB, page_size=16) as kept:
+        other = tokens(80, seed=1)
+        want = answer(model, other, kept)
+        chat = torch.cat([answer(model, tokens(40, seed=2), kept), tokens(150, seed=3)], dim=1)
+        assert torch.equal(answer(model, chat), answer(model, chat, kept))
+        assert 45 == kept.matched_len
+        assert torch.equal(want, answer(model, other, kept))
+        assert 64 == kept.matched_len and 0 == kept.stats().pages_lost
+        kept._kept.check_invariants()
+
+
 def test_only_what_matches_is_handed_over(model: LlamaForCausalLM) -> None:
     """A prompt that differs at one token inside a page gets the pages before it, and the tokens of a model alone."""
     with KvkeepCache(model, gpu_tokens=512, cpu_gib=CPU_GIB, page_size=16) as kept:

@@ -176,9 +176,16 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "forward-over-pages-that-are-on-their-way",
         TRANSFORMERS,
-        "            while lease.read_in_progress and not (self._below and lease.gate.wait_on(self._below.stream)):\n",
-        "            while lease.read_in_progress and not lease.pages:\n",
+        "        while lease.read_in_progress and not (self._below and lease.gate.wait_on(self._below.stream)):\n",
+        "        while lease.read_in_progress and not lease.pages:\n",
         (HF_TESTS + "test_pages_come_back_from_host_memory_as_they_were",),
+    ),
+    Bug(
+        "growing-chat-drops-other-sessions",
+        TRANSFORMERS,
+        "            self._make_room(live, len(ids) - self.matched_len)\n",
+        "",
+        (HF_TESTS + "test_a_chat_that_grows_sends_other_sessions_down",),
     ),
     Bug(
         "failed-forward-keeps-what-it-began",
