@@ -26,6 +26,8 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
+from mstar.engine.resources.attn.base import AttentionManager
+from mstar.engine.resources.attn.cross import CrossAttentionManager
 from mstar.engine.resources.kv.config import KVLayout
 from mstar.engine.resources.kv.manager import KVManager
 from mstar.engine.resources.position.manager import PositionManager
@@ -89,6 +91,8 @@ def attach(engine: Any, **options: Any) -> "list[KeptKV]":
     strange = sorted({*settings.nodes, *settings.encoders} - set(engine._submodules))
     if strange:
         raise BadInput(f"no node {', '.join(strange)} in this engine: there are {', '.join(engine._submodules)}")
+    for node in settings.nodes:
+        _check_node(node, engine._submodules[node].resources)
     ranks = {key: kv._world_size for key, kv in managers.items() if kv._world_size > 1}
     if ranks:
         log.warning("kvkeep: %s has %d ranks, which would decide each for itself: nothing is kept", *ranks.popitem())
@@ -269,6 +273,19 @@ def layout_of(kv: Any) -> PageLayout:
         raise BadInput(f"KV dtype {dtype}: it must be one of {', '.join(DTYPE_NBYTES)}")
     sizes = (config.num_layers, config.num_kv_heads, config.head_dim, config.page_size)
     return PageLayout(*sizes, dtype)  # type: ignore[arg-type]
+
+
+def _check_node(node: str, resources: Mapping[str, Any]) -> None:
+    """Whatever depends on the whole prompt must be in the one KV cache, or cutting prompts would change outputs."""
+    caches = [key for key, resource in resources.items() if isinstance(resource, KVManager)]
+    if len(caches) != 1:
+        raise BadInput(f"node {node} has {len(caches)} KV caches: prompts can be cut where there is exactly one")
+    for resource in resources.values():
+        if isinstance(resource, CrossAttentionManager):
+            raise BadInput(f"node {node} has cross attention: what it keeps of a prompt is not in its KV cache")
+    attention = [resource for resource in resources.values() if isinstance(resource, AttentionManager)]
+    if attention and not any(resource.requires_kv_write for resource in attention):
+        raise BadInput(f"node {node} has an attention that writes no KV pages: there is nothing to keep")
 
 
 def _positions_of(engine: Any, key: str) -> Any:

@@ -137,6 +137,10 @@ class KvkeepCache(Cache):
                 raise BadInput("a KvkeepCache among the positional arguments: pass it by name, as past_key_values=")
             return None
         ids, first = _asked(model, args, kwargs)
+        if self._in_forward:
+            self._drop()
+            if first != 0:  # `generate` has cut the prompt at a length that is no more
+                raise BadInput("the last call was interrupted inside a forward: what it began is dropped, call again")
         if first == 0 or self._live is None:
             if first:
                 raise BadInput(f"positions begin at {first}, and no sequence is there: a prompt begins at 0")
@@ -154,21 +158,25 @@ class KvkeepCache(Cache):
         """The pages that the forward has filled are kept; one that failed has left nothing that can be trusted."""
         if not self._in_forward or (kwargs.get("past_key_values") is not self and kwargs.get("cache") is not self):
             return
-        self._in_forward = False
-        assert self._live is not None
         wrote = {layer.length for layer in self._layers()}
-        for layer in self._layers():
-            layer.stop()
         if output is None:
-            self._kept.abort(self._live)
-            self._live = None
+            self._drop()
             return
+        self._stop_layers()
+        assert self._live is not None
         if wrote != {len(self._ids)}:
             raise InvariantViolation(f"the layers wrote {sorted(wrote)} of {len(self._ids)} positions")
         if self._below is not None:
             self._kept.fence(self._below.written())
         self._kept.seal(self._live, len(self._ids))
         self._kept.poll()
+
+    def _drop(self) -> None:
+        """A forward has not ended: the live sequence keeps the pages that were full before, and nothing else."""
+        self._stop_layers()
+        if self._live is not None:
+            self._kept.abort(self._live)
+            self._live, self._ids = None, []
 
     def _begin(self, model: PreTrainedModel, ids: list[int]) -> int:
         """A new prompt: how many of its positions are there.  The live sequence goes on if the prompt does."""
@@ -262,6 +270,11 @@ class KvkeepCache(Cache):
         pages = torch.tensor(self._live.pages[: -(-len(self._ids) // size)], device=device)
         for layer in self._layers():
             layer.start(past, pages, pages[positions // size], positions % size)
+
+    def _stop_layers(self) -> None:
+        self._in_forward = False
+        for layer in self._layers():
+            layer.stop()
 
     def reorder_cache(self, beam_idx: object) -> None:
         """Refused: one sequence at a time."""

@@ -28,7 +28,18 @@ from kvkeep.encoder import EncoderFingerprint
 from kvkeep.errors import BadInput
 from kvkeep.index.media import MediaItem
 from kvkeep.integrations.mstar import KeptEncoder, KeptReqConfig, Prompt, attach, check_version
-from tests.integrations.mstar_requests import add, ask, await_ready, cold, ids_of, kept_engine, leave, stream_of
+from tests.integrations.mstar_requests import (
+    TIER_GIB,
+    add,
+    ask,
+    await_ready,
+    cold,
+    ids_of,
+    kept_engine,
+    leave,
+    stream_of,
+    streams_of_a_device,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -299,6 +310,27 @@ def test_engines_that_cannot_be_served_are_refused() -> None:
         attach(engine)
     with pytest.raises(BadInput, match="no KV cache"):
         attach(SimpleNamespace(_resources={}, _submodules={}))
+
+
+def test_the_split_of_host_memory_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the pages of both pools in host memory, and neither takes the other's."""
+    with streams_of_a_device(), caplog.at_level("INFO"):
+        engine = make_engine(pages=12, offload_pages=7)
+        (kept,) = attach(engine, nodes=("LLM",), cpu_tier_gib=TIER_GIB)
+    assert "524 host pages for cached prefixes, 7 of M*'s for suspended requests" in caplog.text
+    assert 524 == kept.cache.stats().host_pages_total and 7 == engine._resources["kv"]._cpu_pool.num_free_pages
+
+
+def test_nodes_whose_prompts_cannot_be_cut_are_refused() -> None:
+    """A node with two KV caches, or with none: what it computes of a prompt is not in one place."""
+    engine = make_engine()
+    resources = engine._submodules["LLM"].resources
+    resources["second"] = resources["kv"]
+    with pytest.raises(BadInput, match="node LLM has 2 KV caches: prompts can be cut where there is exactly one"):
+        attach(engine, nodes=("LLM",))
+    resources.clear()
+    with pytest.raises(BadInput, match="node LLM has 0 KV caches"):
+        attach(engine, nodes=("LLM",))
 
 
 def test_with_more_than_one_rank_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -258,6 +258,30 @@ def test_a_forward_that_fails_leaves_nothing_behind(model: LlamaForCausalLM) -> 
         kept._kept.check_invariants()
 
 
+def test_an_interrupted_call_does_not_mislead_the_next(model: LlamaForCausalLM) -> None:
+    """After an interrupt in the middle of decoding, the next call is right, or says that it must be made again."""
+    with KvkeepCache(model, gpu_tokens=512, cpu_gib=CPU_GIB, page_size=16) as kept:
+        calls = 0
+
+        def interrupt(module: object, args: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 4:
+                raise KeyboardInterrupt
+
+        hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            answer(model, tokens(70, seed=4), kept)
+        hook.remove()
+        other = tokens(90, seed=5)
+        with pytest.raises(BadInput, match="interrupted inside a forward: what it began is dropped, call again"):
+            answer(model, other, kept)
+        assert torch.equal(answer(model, other), answer(model, other, kept))
+        assert torch.equal(answer(model, tokens(70, seed=4)), answer(model, tokens(70, seed=4), kept))
+        assert 64 == kept.matched_len
+        kept._kept.check_invariants()
+
+
 def test_other_caches_of_the_same_model_are_left_alone(model: LlamaForCausalLM) -> None:
     """Calls without the cache, between calls with it, change nothing; after `close` the model has no hooks of it."""
     kept = KvkeepCache(model, gpu_tokens=512, cpu_gib=CPU_GIB)

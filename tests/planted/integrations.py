@@ -195,6 +195,13 @@ BUGS: tuple[Bug, ...] = (
         (HF_TESTS + "test_a_forward_that_fails_leaves_nothing_behind",),
     ),
     Bug(
+        "interrupted-call-misleads-the-next",
+        TRANSFORMERS,
+        "            if first != 0:  #",
+        "            if first is None:  #",
+        (HF_TESTS + "test_an_interrupted_call_does_not_mislead_the_next",),
+    ),
+    Bug(
         "changed-weights-go-unseen",
         TRANSFORMERS,
         "    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]\n",
