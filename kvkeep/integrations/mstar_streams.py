@@ -335,7 +335,7 @@ class Streams:
         if not pages:
             return
         for key, stream in self._streams.items():
-            if not stream.loading and list(stream.lease.pages) == list(pages) and self._acts_for(key):
+            if self._acts_for(key) and not stream.loading and list(stream.lease.pages) == list(pages):
                 self.end(key)
                 return
         raise InvariantViolation(f"M* releases pages {list(pages)}, and no stream has them: released twice?")
