@@ -107,13 +107,13 @@ def request_info(rid: str, walk: str = "prefill") -> Any:
     return CurrentForwardPassInfo(request_id=rid, graph_walk=walk, fwd_index=0, random_seed=0, max_tokens=8)
 
 
-def step(engine: Any, rid: str, ids: list[int], walk: str = "prefill") -> tuple[Any, Any]:
+def step(engine: Any, rid: str, ids: list[int] | torch.Tensor, walk: str = "prefill") -> tuple[Any, Any]:
     """One step of one request: its hidden states, or None and why it was not admitted."""
     info = request_info(rid, walk)
     batch = ExecutingBatch(
         node_name="LLM",
         per_request_info={rid: info},
-        per_request_input_tensors={rid: {"text_inputs": [torch.tensor(ids)]}},
+        per_request_input_tensors={rid: {"text_inputs": [torch.as_tensor(ids)]}},
         step_context=StepContext(request_ids=(rid,), graph_walk=walk, slot=0, capture=False),
     )
     engine.prepare_inputs(batch)

@@ -72,6 +72,7 @@ class Stream:
     tokens: those known of its beginning.   prompt: what it was probed with.
     at: positions with committed KV.   matched: of these, from the cache.   loading: M* knows nothing of it yet.
     named: positions from 0 on have the tokens `tokens` and then those of `fed`, so they may be kept.
+    next: the inputs of the step that is prepared.   fed: those behind `tokens` that were committed: places in copies.
     started: inputs were prepared; before that its pages can be had back.   stepped: something was committed.
     """
 
@@ -85,12 +86,12 @@ class Stream:
     started: bool = False
     stepped: bool = False
     next: torch.Tensor | None = None
-    fed: list[torch.Tensor] = field(default_factory=list)
+    fed: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
 
     def know_fed(self) -> None:
         """The ids that were generated, read from the device."""
         if self.fed:
-            more = torch.cat(self.fed).cpu().numpy().astype(np.int32)
+            more = torch.cat([ids[first:end] for ids, first, end in self.fed]).cpu().numpy().astype(np.int32)
             self.tokens, self.fed = np.concatenate([self.tokens, more]), []
 
 
@@ -277,6 +278,7 @@ class Streams:
         """Follows what M* has committed, and seals the pages that are full."""
         if self._below is not None:
             self.cache.fence(self._below.written())
+        fed: list[tuple[Stream, torch.Tensor]] = []
         for key, span in self._kv._label_growth(step).items():
             stream = self._streams.get(key)
             if stream is None or not span:
@@ -288,10 +290,15 @@ class Streams:
                 if stream.next is None or len(stream.next) != span or stream.at < len(stream.tokens):
                     stream.named = False
                 else:
-                    stream.fed.append(stream.next)
+                    fed.append((stream, stream.next))
             stream.at, stream.stepped, stream.next = end, True, None
             if stream.named:
                 self._seal(stream)
+        if fed:  # copied, since M* may write its own into the same place a step later; all at once
+            ids, end = torch.cat([part for _, part in fed]), 0
+            for stream, part in fed:
+                end += len(part)
+                stream.fed.append((ids, end - len(part), end))
         self.cache.poll()
 
     def _seal(self, stream: Stream) -> None:

@@ -65,9 +65,16 @@ MSTAR_BUGS = (
     in_mstar(
         "mstar-generated-ids-are-not-noted",
         STREAMS,
-        "                    stream.fed.append(stream.next)\n",
-        "                    stream.named = stream.named and True\n",
+        "                stream.fed.append((ids, end - len(part), end))\n",
+        "                stream.fed.append((ids, end, end))\n",
         M_TESTS + "test_what_was_generated_is_matched_too",
+    ),
+    in_mstar(
+        "mstar-notes-ids-by-reference",
+        STREAMS,
+        "            ids, end = torch.cat([part for _, part in fed]), 0\n",
+        "            ids, end = fed[0][1] if len(fed) == 1 else torch.cat([part for _, part in fed]), 0\n",
+        M_TESTS + "test_ids_are_noted_as_they_were_when_they_were_computed",
     ),
     in_mstar(
         "mstar-sampler-sees-the-tail-only",
