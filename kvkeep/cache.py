@@ -60,7 +60,6 @@ class TieredCache:
     fingerprint: what KV bytes depend on besides tokens (`Fingerprint`, or bytes that stand for one).
     misses: told of every admission, so that it can say why tokens were not there.
     ledger, hash_fn: for tests: a tracing twin of the ledger, a hash that collides.
-
     All methods may be called from any thread, each lease from one at a time.
     """
 
@@ -261,6 +260,11 @@ class TieredCache:
                 self._end(lease)
 
     # ------------------------------------------------------------------ preemption
+
+    def exclusive_pages(self, lease: Lease) -> int:
+        """Pages that others could have if the lease ended: no other live request holds them."""
+        with self._lock:
+            return self._room.exclusive(lease.pages)
 
     def suspend(self, lease: Lease, kv_len: int, *, complete: bool = False) -> Suspended:
         """Ends a live request for now: its pages go to host memory and are free when the copy is over.

@@ -137,6 +137,12 @@ class Room:
         ledger = self._ledger
         return bool(ledger.free or ledger.idle or any(ledger.holders(page) == 1 for page in pages))
 
+    def exclusive(self, pages: "array[int]") -> int:
+        """How many of the pages of a live request no other one holds."""
+        if self._traffic is not None:
+            return self._traffic.copies.requests_holding(pages).count(1)
+        return sum(self._ledger.holders(page) == 1 for page in pages)
+
     def out_of_pages(self, asked: int, short: int) -> OutOfPages:
         """The error with the numbers of now."""
         copying = 0 if self._traffic is None else len(self._traffic.copies.pages_held_alone())

@@ -42,13 +42,15 @@ class HostTier:
 
     def __init__(self, gpu: GpuPool, sizes: Sizes, wrap: WrapBackend | None = None) -> None:
         assert gpu.layout is not None and gpu.memory is not None
-        self.stream = torch.cuda.current_stream(gpu.kv.device) if gpu.kv.device.type == "cuda" else None
+        plane = gpu.memory.planes()[0]
+        device = plane.device if isinstance(plane, torch.Tensor) else torch.device("cpu")
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.backend: Backend
         if self.stream is not None:
             from kvkeep.transfer.cuda import CudaBackend
             from kvkeep.transfer.cuda_api import CudaApi
 
-            api = CudaApi(gpu.kv.device.index or 0)
+            api = CudaApi(device.index or 0)
             self.pool = CpuPool(gpu.layout, sizes.host_pages, sizes.suspend_pages, registrar=api)
             self.backend = CudaBackend.on(gpu.memory, self.pool)
         else:

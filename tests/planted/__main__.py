@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.planted.bugs import BUGS, Bug
@@ -20,12 +21,19 @@ def main(arguments: Sequence[str] | None = None, bugs: Sequence[Bug] = BUGS, roo
     parser.add_argument("ids", nargs="*", metavar="ID", help="only these bugs (default: all)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one bug (default %(default)g)")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default %(default)s)")
+    parser.add_argument("--needing", metavar="MODULE", help="only bugs whose tests need this module")
     options = parser.parse_args(arguments)
     unknown = set(options.ids) - {bug.id for bug in bugs}
     if unknown:
         print(f"no planted bug is called {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     chosen = [bug for bug in bugs if not options.ids or bug.id in options.ids]
+    if options.needing:
+        chosen = [bug for bug in chosen if bug.needs == options.needing]
+    missing = [bug for bug in chosen if bug.needs and find_spec(bug.needs) is None]
+    for bug in missing:
+        print(f"left out           {bug.id}: {bug.needs} is not installed in this environment", flush=True)
+    chosen = [bug for bug in chosen if bug not in missing]
     if not sound(chosen, root, options.limit):
         return 1
     caught = 0

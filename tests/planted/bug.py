@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """One mistake: replacing `old` with `new` in `file` must make at least one of `caught_by` fail."""
+    """One mistake: replacing `old` with `new` in `file` must make at least one of `caught_by` fail.
+
+    needs: a module without which its tests are skipped, so that nothing can be said of it.
+    """
 
     id: str
     file: str
@@ -16,3 +19,4 @@ class Bug:
     new: str
     caught_by: tuple[str, ...]
     may_hang: bool = False
+    needs: str = ""

@@ -27,6 +27,7 @@ from tests.planted import (
     encoder,
     engine,
     index,
+    integrations,
     media,
     outputs,
     replay,
@@ -60,6 +61,7 @@ BUGS: tuple[Bug, ...] = (
     *replay.BUGS,
     *rhythm.BUGS,
     *sizes.BUGS,
+    *integrations.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",

@@ -22,7 +22,7 @@ from tests.planted.bugs import Bug
 TESTS_FAILED = 1
 """pytest's exit status when tests ran and some failed; with any other but 0 they did not get that far."""
 
-COPIED = ("kvkeep", "tests", "tools", "bench", "Makefile", "pyproject.toml", "constraints.txt")
+COPIED = ("kvkeep", "tests", "tools", "bench", "examples", "Makefile", "pyproject.toml", "constraints.txt")
 """What a copy of the tree holds: what is tested, the tests, and what project-level tests read."""
 
 
