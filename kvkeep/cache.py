@@ -41,7 +41,7 @@ from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Listener, Names, names_in, watch_tree
 from kvkeep.lease import Lease
 from kvkeep.misses import MissLedger, MissStats
-from kvkeep.outputs import Outputs
+from kvkeep.outputs import Outputs, OutputStats
 from kvkeep.room import Room
 from kvkeep.stats import CacheStats, ResetReport
 from kvkeep.storing import Storing
@@ -79,11 +79,7 @@ class TieredCache:
         hash_fn: Hash64 = hash64,
     ) -> None:
         self_test()
-        if pool.layout is not None and pool.layout.page_size != config.page_size:
-            raise BadInput(
-                f"the pool has pages of {pool.layout.page_size} positions and the configuration says "
-                f"{config.page_size}: they must be equal"
-            )
+        pool.check_page_size(config.page_size)
         self.config = config
         self.pool = pool
         self._page_size = config.page_size
@@ -447,6 +443,10 @@ class TieredCache:
         self._storing.epoch += 1
         freed = self._tree.clear()
         return ResetReport(pages_freed=freed.gpu, pages_held=held, host_pages_freed=freed.host)
+
+    def output_stats(self) -> OutputStats | None:
+        """Counts of encoder outputs; None while nobody keeps any."""
+        return self._outputs.stats() if self._outputs is not None else None
 
     def stats(self) -> CacheStats:
         """Counts of now and since the start."""

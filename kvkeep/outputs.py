@@ -18,7 +18,7 @@ from kvkeep.costs import Costs
 from kvkeep.errors import BadInput, OutOfPages
 from kvkeep.index.hints import Hint
 from kvkeep.index.names import Identity
-from kvkeep.index.output import Output, Tensor, find_output, insert_output
+from kvkeep.index.output import Output, Tensor, find_output, insert_output, outputs_in
 from kvkeep.index.runs import Place, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse
 from kvkeep.lease import Lease
@@ -249,9 +249,9 @@ class Outputs:
             )
 
     def stats(self) -> OutputStats:
-        """The counters.  O(outputs)."""
+        """The counters.  O(outputs and roots)."""
         with self._lock:
-            there = [run for run in self._tree.runs() if isinstance(run, Output)]
+            there = outputs_in(self._tree)
             gpu = [run for run in there if run.pages]
             return OutputStats(
                 self._gpu_hits, self._host_hits, self._misses, self._mismatches, self._stored, self._refused,

@@ -84,7 +84,8 @@ class KVCacheService:
             transfers = desk.cache.transfers
             copies = transfers.stats() if transfers is not None else None
             misses, ghosts = desk.cache.misses(), desk.cache.ghosts()
-            out.append(CacheSnapshot(key, desk.cache.stats(), copies, desk.stats(), misses, ghosts))
+            outputs = desk.cache.output_stats()
+            out.append(CacheSnapshot(key, desk.cache.stats(), copies, desk.stats(), misses, ghosts, outputs))
         return out
 
     # ------------------------------------------------------------------ requests

@@ -11,6 +11,7 @@ An output leaves, moves and is loaded like any other run, but as a whole: part o
 from array import array
 from typing import Any, NamedTuple
 
+from kvkeep.index.family import children_of
 from kvkeep.index.hints import Hint
 from kvkeep.index.names import Hash64, Identity, frame, hash64
 from kvkeep.index.run import Run
@@ -82,3 +83,14 @@ def insert_output(
     tree.gpu.put(pages, run, 0)
     tree.touch(Place(run, run.end))
     return run
+
+
+def outputs_in(tree: RunTree) -> list[Output]:
+    """Every output, on whichever tier.  O(outputs and roots): a root has outputs only, or none."""
+    found: list[Output] = []
+    for root in tree.roots:
+        for run in children_of(root):
+            if not isinstance(run, Output):
+                break
+            found.append(run)
+    return found

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvkeep.ghosts import GhostStats
 from kvkeep.misses import MissStats
+from kvkeep.outputs import OutputStats
 from kvkeep.stats import CacheStats, Histogram
 from kvkeep.telemetry.snapshot import CacheKey, CacheSnapshot, WaitingStats
 from kvkeep.transfer.tally import TransferStats
@@ -40,6 +41,8 @@ class KvkeepCollector(Collector):
                 add_misses(metrics, one.misses)
             if one.ghosts is not None:
                 add_ghosts(metrics, one.ghosts)
+            if one.outputs is not None:
+                add_outputs(metrics, one.outputs)
             if one.service is not None:
                 add_service(metrics, one.service)
         return iter(metrics)
@@ -141,6 +144,23 @@ def add_ghosts(to: Metrics, stats: GhostStats) -> None:
     to.counter("ghost_tokens", text, stats.prompt_tokens, size="prompts")
     for size, tokens in stats.found_tokens.items():
         to.counter("ghost_tokens", text, tokens, size=size)
+
+
+def add_outputs(to: Metrics, stats: OutputStats) -> None:
+    """What was asked for of encoder outputs, and what is kept."""
+    text = "Encoder outputs asked for: found in a tier, of another shape than expected, or not there."
+    to.counter("output_lookups", text, stats.gpu_hits, result="gpu")
+    to.counter("output_lookups", text, stats.host_hits, result="host")
+    to.counter("output_lookups", text, stats.mismatches, result="mismatch")
+    to.counter("output_lookups", text, stats.misses, result="miss")
+    to.counter("stored_outputs", "Encoder outputs that have entered the cache.", stats.stored)
+    to.counter("refused_outputs", "Encoder outputs for which there was no room.", stats.refused)
+    text = "Encoder outputs by tier; one may be in both."
+    to.gauge("outputs", text, stats.outputs, tier="gpu")
+    to.gauge("outputs", text, stats.host_outputs, tier="host")
+    to.gauge("output_bytes", "Bytes of encoder outputs on the GPU.", stats.nbytes)
+    to.gauge("held_outputs", "Occurrences of encoder outputs in live requests.", stats.held)
+    to.gauge("slotted_pages", "Pages of the GPU pool that hold parts of encoder outputs.", stats.slotted_pages)
 
 
 def add_transfers(to: Metrics, stats: TransferStats) -> None:

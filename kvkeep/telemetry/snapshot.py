@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvkeep.ghosts import GhostStats
 from kvkeep.misses import MissStats
+from kvkeep.outputs import OutputStats
 from kvkeep.stats import CacheStats, Histogram
 from kvkeep.transfer.tally import TransferStats
 
@@ -46,6 +47,7 @@ class CacheSnapshot:
 
     misses: why tokens were not found; None without a miss ledger.
     ghosts: what tiers of other sizes would have hit; None where that is not asked for.
+    outputs: encoder outputs; None while there were none.
     """
 
     key: CacheKey
@@ -54,3 +56,4 @@ class CacheSnapshot:
     service: WaitingStats | None = None
     misses: MissStats | None = None
     ghosts: GhostStats | None = None
+    outputs: OutputStats | None = None

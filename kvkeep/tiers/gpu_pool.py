@@ -46,6 +46,14 @@ class GpuPool:
         """A pool without bytes."""
         return cls(pages, None, None)
 
+    def check_page_size(self, page_size: int) -> None:
+        """`BadInput` unless a page holds so many positions; a pool without bytes does not know."""
+        if self.layout is not None and self.layout.page_size != page_size:
+            raise BadInput(
+                f"the pool has pages of {self.layout.page_size} positions and the configuration says {page_size}: "
+                f"they must be equal"
+            )
+
     @property
     def page_nbytes(self) -> int:
         """Bytes of a page; `BadInput` for a pool without bytes."""
