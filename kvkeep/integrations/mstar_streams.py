@@ -227,7 +227,11 @@ class Streams:
     # ------------------------------------------------------------------ trim
 
     def trim(self, key: Key, inputs: Any) -> Any:
-        """The inputs of a step without what matched.  What cannot be compared with the prompt is not kept."""
+        """The inputs of a step without what matched.  What cannot be compared with the prompt is not kept.
+
+        M* prepares in the thread that runs the steps, so the step before has been committed, or was not admitted and
+        is prepared again.
+        """
         with self._lock:
             stream = self._streams.get(key)
             if stream is None:
@@ -249,6 +253,8 @@ class Streams:
         self.counts.not_trimmed += not stream.stepped
         if stream.stepped:
             stream.named = False
+        elif stream.started:
+            raise InvariantViolation(f"{key}: a step was prepared, not committed, and is now another one")
         else:
             self._undo(key, stream)
             self._whole.add(key)
