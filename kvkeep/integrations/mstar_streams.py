@@ -148,7 +148,7 @@ class Streams:
                 return True
             try:
                 ids = as_token_ids(prompt.tokens)
-                lease = self._admit(key, prompt, ids, reuse=True)
+                lease = self._admit(key, prompt, ids)
             except OutOfPages:
                 self.counts.refused += 1
                 return True  # M* finds out by itself, and makes room in its own way
@@ -162,10 +162,14 @@ class Streams:
             stream = self._streams[key] = Stream(lease, ids, prompt, named=True, matched=lease.taken_len, loading=True)
             return self._arrive(key, stream)
 
-    def _admit(self, key: Key, prompt: Prompt, ids: Int32s, reuse: bool) -> Lease:
-        return self.cache.admit(
-            ids, salt=prompt.salt, adapter=prompt.adapter, label=key[1].encode(), media=prompt.media, reuse=reuse
-        )
+    def _admit(self, key: Key, prompt: Prompt, ids: Int32s) -> Lease:
+        label = key[1].encode()
+        return self.cache.admit(ids, salt=prompt.salt, adapter=prompt.adapter, label=label, media=prompt.media)
+
+    def _admit_again(self, key: Key, prompt: Prompt, ids: Int32s) -> Lease:
+        """Pages for KV that comes back.  Media have places in whole prompts only: with some, nothing is stored."""
+        label, store = key[1].encode(), not prompt.media
+        return self.cache.admit(ids, salt=prompt.salt, adapter=prompt.adapter, label=label, reuse=False, store=store)
 
     def _arrive(self, key: Key, stream: Stream) -> bool:
         """Gives M* the pages of an admission once they are there."""
@@ -227,7 +231,11 @@ class Streams:
     # ------------------------------------------------------------------ trim
 
     def trim(self, key: Key, inputs: Any) -> Any:
-        """The inputs of a step without what matched.  What cannot be compared with the prompt is not kept."""
+        """The inputs of a step without what matched.  What cannot be compared with the prompt is not kept.
+
+        M* prepares in the thread that runs the steps, so the step before has been committed, or was not admitted and
+        is prepared again.
+        """
         with self._lock:
             stream = self._streams.get(key)
             if stream is None:
@@ -249,6 +257,8 @@ class Streams:
         self.counts.not_trimmed += not stream.stepped
         if stream.stepped:
             stream.named = False
+        elif stream.started:
+            raise InvariantViolation(f"{key}: a step was prepared, not committed, and is now another one")
         else:
             self._undo(key, stream)
             self._whole.add(key)
@@ -359,11 +369,11 @@ class Streams:
         """A lease for a stream that was not probed: a fork, a request without a prompt, one that comes back."""
         old = self._asleep.get(key)
         prompt = old.prompt if old is not None and old.named else None
-        if old is None or prompt is None or prompt.media:  # media are placed in a prompt that is admitted whole
+        if old is None or prompt is None:
             lease, tokens = self.cache.admit([0], reuse=False, store=False), np.zeros(0, np.int32)
         else:
             tokens = old.tokens
-            lease = self._admit(key, prompt, tokens[: n * self._page_size], reuse=False)
+            lease = self._admit_again(key, prompt, tokens[: n * self._page_size])
         try:
             self.cache.extend(lease, room=n * self._page_size - lease.length)
         except OutOfPages:
@@ -375,7 +385,7 @@ class Streams:
         new = self._streams[key] = Stream(lease, tokens, prompt, named=bool(len(tokens)), started=True)
         if old is not None:
             del self._asleep[key]
-            new.at, new.stepped = old.at, old.stepped
+            new.at, new.matched, new.started, new.stepped = old.at, old.matched, old.started, old.stepped
         return list(lease.pages)
 
     def _revoke(self) -> bool:

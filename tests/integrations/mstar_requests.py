@@ -73,6 +73,14 @@ def cold(*parts: list[int]) -> list[torch.Tensor]:
     return out
 
 
+def pages_to_be_had(kept: KeptKV) -> int:
+    """Free ones, and cached ones that nobody holds, once no copy holds any."""
+    transfers = kept.cache.transfers
+    while transfers is not None and transfers.busy:
+        kept.cache.poll()
+    return kept.streams.num_free
+
+
 def stream_of(engine: Any, rid: str, label: str = "main") -> Any:
     return engine._resources["kv"]._streams[rid][label]
 

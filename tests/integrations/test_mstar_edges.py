@@ -21,6 +21,7 @@ from mstar.engine.engine import SubmoduleManagement
 from mstar.engine.resources import KVConfig, KVStep, Segment, StepContext
 from mstar.engine.resources.kv.manager import KVManager, KVSequenceInfo, PublishedKVInfo
 from mstar.engine.resources.kv.transfer import TransferEngineInfo
+from mstar.engine.resources.step import AdmitOutcome, AllocationFailed
 from mstar.model.submodule_base import NodeSubmodule
 
 from examples.mstar_toy import PAGE, make_engine, request_info, step
@@ -37,6 +38,7 @@ from tests.integrations.mstar_requests import (
     ids_of,
     kept_engine,
     leave,
+    pages_to_be_had,
     stream_of,
     streams_of_a_device,
 )
@@ -150,7 +152,22 @@ def test_a_plan_that_is_abandoned_gives_its_pages_back() -> None:
     assert 4 == len(stream_of(engine, "a", "side").page_indices)
     kv.clear_preplan()
     kept.check_invariants()
-    assert 63 - 4 == kept.streams.num_free
+    assert 63 - 4 == pages_to_be_had(kept)
+
+
+def test_a_step_that_was_not_admitted_is_prepared_again() -> None:
+    """A prefill that found no room is cut once more when M* tries it again, and then gives what it should."""
+    engine, kept = kept_engine()
+    kv, prompt = engine._resources["kv"], ids_of(80, seed=1)
+    leave(engine, kept, "a", prompt[:64])
+    add(engine, "b", prompt)
+    await_ready(engine, "b")
+    admit, full = kv.admit, AllocationFailed(message="full", pages_short=1, label="main", request_id="b")
+    kv.admit = lambda step, ctx: AdmitOutcome(ok=False, reason=full)
+    assert full == step(engine, "b", prompt)[1]
+    kv.admit = admit
+    assert torch.equal(cold(prompt[:64], prompt[64:])[1], step(engine, "b", prompt)[0])
+    kept.check_invariants()
 
 
 def test_a_request_without_a_prompt_is_m_stars_own() -> None:

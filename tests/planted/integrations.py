@@ -112,6 +112,13 @@ MSTAR_BUGS = (
         M_TESTS + "test_offload_while_pages_are_shared",
     ),
     in_mstar(
+        "mstar-offloaded-hit-is-not-cut",
+        STREAMS,
+        "            new.at, new.matched, new.started, new.stepped = old.at, old.matched, old.started, old.stepped\n",
+        "            new.at, new.matched, new.started, new.stepped = old.at, 0, old.started, old.stepped\n",
+        M_TESTS + "test_offload_of_a_hit_that_has_not_begun",
+    ),
+    in_mstar(
         "mstar-promised-pages-are-kept-for-ever",
         STREAMS,
         "                if not self._revoke():\n",
