@@ -22,7 +22,7 @@ async def test_outputs_are_counted_and_told() -> None:
         put(encoder, 2, Encoder((100,)))
         held = [encoder.get(digest(1)) for _ in range(2)]
         assert encoder.get(digest(3)) is None
-        with pytest.raises(BadInput, match="expected|gives"):
+        with pytest.raises(BadInput, match="gives"):
             encoder.get_or_compute(digest(1), Encoder((9,)), expect=(((8,), "float32"),))
         found = {
             (sample.name, *sample.labels.values()): sample.value
