@@ -58,8 +58,8 @@ MSTAR_BUGS = (
     in_mstar(
         "mstar-labels-share-a-root",
         STREAMS,
-        "label=key[1].encode(), media=prompt.media",
-        "label=b'', media=prompt.media",
+        "label=label, media=prompt.media",
+        "label=label[:0], media=prompt.media",
         EDGES + "test_labels_are_kept_apart",
     ),
     in_mstar(
