@@ -243,7 +243,7 @@ class RunTree:
         Fewer come back only when nothing else is idle, idle pages have pages of live requests behind them, or a whole
         run has left: more than that may be free then, and its slot stands at the end.
         """
-        order = self.gpu.order
+        order, idle_tail = self.gpu.order, self.gpu.ledger.idle_tail
         if count == 1 and self.gpu.watch is None:
             one = self._evict_one()
             if one is not None:
@@ -253,7 +253,8 @@ class RunTree:
             run = order.coldest()
             if run is None:
                 break
-            k = self.leavable(run, count)
+            k = self.coldest_stretch(run)
+            k = self.leavable(run, k) if run.whole else idle_tail(run.pages, k if k < count else count)
             if not k:
                 order.shelve(run)
                 continue
@@ -282,7 +283,7 @@ class RunTree:
         """How many GPU copies at the tail of `run` may leave now, of `count` that should: a whole run goes whole."""
         k = self.coldest_stretch(run)
         if not run.whole:
-            return self.gpu.ledger.idle_tail(run.pages, k if k < count else count)
+            return self.gpu.ledger.idle_tail(run.pages, min(k, count))
         return k if self.gpu.ledger.idle_tail(run.pages, k) == k else 0
 
     def coldest_stretch(self, run: Run) -> int:

@@ -240,8 +240,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-drops-more-than-is-short",
         ROOM,
-        "found = self._tree.evict(count)",
-        "found = self._tree.evict(count + 1)",
+        "pages = self._tree.evict(short)",
+        "pages = self._tree.evict(count)",
         (CASES + "test_only_the_coldest_tails_leave_and_only_as_many_as_are_short",),
     ),
     Bug(
