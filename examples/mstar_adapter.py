@@ -5,11 +5,15 @@
 `make test-mstar` makes such an environment: .venv-mstar.
 """
 
-from examples.mstar_toy import make_engine, request_info, step
-from kvkeep.integrations.mstar import KeptReqConfig, Prompt, attach
+from importlib.util import find_spec
 
 
 def main() -> None:
+    if find_spec("mstar") is None:
+        raise SystemExit("M* is not installed here: `make test-mstar` makes an environment that has it, .venv-mstar")
+    from examples.mstar_toy import make_engine, request_info, step
+    from kvkeep.integrations.mstar import KeptReqConfig, Prompt, attach
+
     engine = make_engine(pages=64)
     (kept,) = attach(engine, nodes=("LLM",), cpu_tier_gib=0.01)  # after load_model, before the first request
 

@@ -185,9 +185,8 @@ def _summary(mode: Mode, findings: "Findings", report: Report) -> list[str]:
     against = "computing from scratch" if mode == "strict" else "the same forwards over pages never dropped"
     lines.append(f"{mode}: {value['cases']} requests compared with {against}, {value['mismatches']} differ")
     if findings.cases:
-        lines.append(
-            f"{value['matched_share']:.0%} of their prompt tokens came from the cache; on the way: {findings.counts}"
-        )
+        on_the_way = f"; on the way: {findings.counts}" if f"{findings.counts}" else ""
+        lines.append(f"{value['matched_share']:.0%} of their prompt tokens came from the cache{on_the_way}")
     if value["strict_cost_ratio"] is not None:
         lines.append(f"strict arithmetic costs {value['strict_cost_ratio']:.2f} x the time of the fastest")
     return lines
