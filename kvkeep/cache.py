@@ -396,10 +396,10 @@ class TieredCache:
 
     def outputs(self) -> Outputs:
         """The encoder outputs that share the tiers of this cache (`EncoderCache` gives and takes tensors)."""
-        if self._outputs is None:
-            tell = (self._tree, self._room, self._traffic, self._leases, self._admission.numbers, self._end)
-            self._outputs = Outputs(self._lock, *tell, self._storing, self._costs, self.pool.page_nbytes)
-        return self._outputs
+        with self._lock:
+            of = (self._lock, self._tree, self._room, self._traffic, self._leases, self._admission.numbers, self._end)
+            self._outputs = self._outputs or Outputs(*of, self._storing, self._costs, self.pool.page_nbytes)
+            return self._outputs
 
     # ------------------------------------------------------------------ ends and rolling back
 

@@ -16,13 +16,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvkeep.cache import TieredCache
 from kvkeep.errors import BadInput, OutOfPages
+from kvkeep.flights import Abandoned, Circular, Flight, computing, heard, run_compute, waiting
 from kvkeep.index.hints import Discard, Hint, Pin
 from kvkeep.index.names import TokenIds, as_token_ids, frame
 from kvkeep.index.output import Tensor, encoder_identity
@@ -120,7 +120,7 @@ class EncoderCache:
         self._memory = cache.pool.memory
         self._identity = encoder_identity(fingerprint if isinstance(fingerprint, bytes) else fingerprint.encode(), salt)
         self._lock = threading.Lock()  # guards what follows
-        self._flights: dict[bytes, _Flight] = {}
+        self._flights: dict[bytes, Flight] = {}
         self._shapes: OrderedDict[bytes, Shapes] = OrderedDict()
         self._coming: list[Hold] = []  # prefetched, not all there yet
 
@@ -135,6 +135,8 @@ class EncoderCache:
             computed one that differs an error.
         What `compute` raises reaches all who wait for it, and nothing is kept.  Raises `BadInput` for an output that
         the pool could never hold, or that differs in shape from what the same key gave before.
+        A call inside a `compute` that would wait for that `compute` itself runs its own, so nothing waits for ever; so
+        does a call in the thread of an event loop that a computation needs.
         """
         record = _record(key)
         while True:
@@ -145,9 +147,12 @@ class EncoderCache:
             if leads:
                 return self._lead(flight, expect, compute)
             try:
-                computed = flight.result()
-            except _Abandoned:
+                with waiting(flight, blocks=True):
+                    computed = flight.result()
+            except Abandoned:
                 continue
+            except Circular:
+                return self._lead(Flight(record, flight.epoch), expect, compute)
             return self._find(record, expect, counted=False) or self._joined(computed, expect)
 
     async def get_or_compute_async(
@@ -163,9 +168,14 @@ class EncoderCache:
             if leads:
                 return await self._lead_async(flight, expect, compute)
             try:
-                computed = await asyncio.shield(asyncio.wrap_future(flight))
-            except _Abandoned:
+                with waiting(flight, blocks=False):
+                    waited = asyncio.wrap_future(flight)
+                    waited.add_done_callback(heard)
+                    computed = await asyncio.shield(waited)
+            except Abandoned:
                 continue
+            except Circular:
+                return await self._lead_async(Flight(record, flight.epoch), expect, compute)
             return await self._find_async(record, expect, counted=False) or self._joined(computed, expect)
 
     def get(self, key: Key, *, expect: Shapes | None = None) -> EncoderOutput | None:
@@ -203,10 +213,15 @@ class EncoderCache:
     def _find(self, record: bytes, expect: Shapes | None, counted: bool = True) -> EncoderOutput | None:
         self._let_go()
         hold = self._outputs.find(self._identity, record, expect, counted)
-        while hold is not None and hold.read_in_progress:
-            if not self._cache.poll():
-                time.sleep(WAIT_S)
-        return self._held(hold)
+        try:
+            while hold is not None and hold.read_in_progress:
+                if not self._cache.poll():
+                    time.sleep(WAIT_S)
+            return self._held(hold)
+        except BaseException:
+            if hold is not None:
+                self._outputs.release(hold)
+            raise
 
     async def _find_async(self, record: bytes, expect: Shapes | None, counted: bool = True) -> EncoderOutput | None:
         self._let_go()
@@ -215,11 +230,11 @@ class EncoderCache:
             while hold is not None and hold.read_in_progress:
                 if not self._cache.poll():
                     await asyncio.sleep(WAIT_S)
+            return self._held(hold)
         except BaseException:
-            assert hold is not None
-            self._outputs.release(hold)
+            if hold is not None:
+                self._outputs.release(hold)
             raise
-        return self._held(hold)
 
     def _held(self, hold: Hold | None) -> EncoderOutput | None:
         """What a hold whose copies are over gives; None when they have failed."""
@@ -238,7 +253,7 @@ class EncoderCache:
 
     # ------------------------------------------------------------------ computing once
 
-    def _board(self, record: bytes) -> "tuple[_Flight, bool]":
+    def _board(self, record: bytes) -> tuple[Flight, bool]:
         """The computation of a record that is under way, and whether the caller is the one to do it.
 
         One that began before the cache was reset is for those who asked before.
@@ -248,40 +263,45 @@ class EncoderCache:
             flight = self._flights.get(record)
             if flight is not None and flight.epoch == epoch:
                 return flight, False
-            flight = self._flights[record] = _Flight(record, epoch)
+            flight = self._flights[record] = Flight(record, epoch)
             return flight, True
 
-    def _lead(self, flight: "_Flight", expect: Shapes | None, compute: Callable[[], Computed]) -> EncoderOutput:
+    def _lead(self, flight: Flight, expect: Shapes | None, compute: Callable[[], Computed]) -> EncoderOutput:
         try:
             found = self._find(flight.record, expect, counted=False)  # stored between the first look and boarding
             if found is not None:
-                self._crash(flight, _Abandoned())  # the others find it as well
+                self._crash(flight, Abandoned())  # the others find it as well
                 return found
             begun = time.perf_counter()
-            computed = compute()
+            with computing(flight):
+                computed = run_compute(compute)
             return self._computed(flight, expect, computed, time.perf_counter() - begun)
         except BaseException as error:
             self._crash(flight, error)
             raise
 
     async def _lead_async(
-        self, flight: "_Flight", expect: Shapes | None, compute: Callable[[], Computed | Awaitable[Computed]]
+        self, flight: Flight, expect: Shapes | None, compute: Callable[[], Computed | Awaitable[Computed]]
     ) -> EncoderOutput:
         try:
             found = await self._find_async(flight.record, expect, counted=False)
             if found is not None:
-                self._crash(flight, _Abandoned())  # the others find it as well
+                self._crash(flight, Abandoned())  # the others find it as well
                 return found
             begun = time.perf_counter()
-            computed = compute() if inspect.iscoroutinefunction(compute) else await asyncio.to_thread(compute)
-            if inspect.isawaitable(computed):
-                computed = await computed
+            with computing(flight):
+                if inspect.iscoroutinefunction(compute):
+                    computed = await compute()
+                else:
+                    computed = await asyncio.to_thread(run_compute, compute)
+                if inspect.isawaitable(computed):
+                    computed = await computed
             return self._computed(flight, expect, computed, time.perf_counter() - begun)
         except BaseException as error:
             self._crash(flight, error)
             raise
 
-    def _computed(self, flight: "_Flight", expect: Shapes | None, computed: Computed, seconds: float) -> EncoderOutput:
+    def _computed(self, flight: Flight, expect: Shapes | None, computed: Computed, seconds: float) -> EncoderOutput:
         """Keeps what was computed, tells those who wait, and holds it for the caller."""
         record = flight.record
         tensors = _as_tensors(computed)
@@ -300,7 +320,7 @@ class EncoderCache:
         return EncoderOutput(tensors, "computed", self._outputs, hold)
 
     def _keep(
-        self, flight: "_Flight", tensors: "tuple[torch.Tensor, ...]", layout: tuple[Tensor, ...], seconds: float
+        self, flight: Flight, tensors: "tuple[torch.Tensor, ...]", layout: tuple[Tensor, ...], seconds: float
     ) -> Hold | None:
         """Writes an output into pages and stores it; None when there is no room that nobody holds."""
         try:
@@ -315,17 +335,17 @@ class EncoderCache:
             raise
         return hold
 
-    def _land(self, flight: "_Flight", tensors: "tuple[torch.Tensor, ...]") -> None:
+    def _land(self, flight: Flight, tensors: "tuple[torch.Tensor, ...]") -> None:
         self._over(flight)
         flight.set_result(tensors)
 
-    def _crash(self, flight: "_Flight", error: BaseException) -> None:
+    def _crash(self, flight: Flight, error: BaseException) -> None:
         """Who waits hears of an error, and goes on itself when the one that computed was only stopped."""
         self._over(flight)
         if not flight.done():
-            flight.set_exception(error if isinstance(error, Exception) else _Abandoned())
+            flight.set_exception(error if isinstance(error, Exception) else Abandoned())
 
-    def _over(self, flight: "_Flight") -> None:
+    def _over(self, flight: Flight) -> None:
         with self._lock:
             if self._flights.get(flight.record) is flight:
                 del self._flights[flight.record]
@@ -343,7 +363,8 @@ class EncoderCache:
         import torch
 
         for tensor, where in zip(tensors, layout, strict=True):
-            raw, done = tensor.detach().contiguous().view(-1).view(torch.uint8), 0
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            raw, done = plain.view(-1).view(torch.uint8), 0
             for page, offset, nbytes in self._outputs.parts(hold.pages, where):
                 self._memory.write(page, offset, raw[done : done + nbytes])
                 done += nbytes
@@ -359,7 +380,10 @@ class EncoderCache:
         out = []
         for where in hold.output.tensors:
             raw = self._joined_parts(self._outputs.parts(hold.pages, where))
-            out.append(raw.view(getattr(torch, where.dtype)).view(where.shape))
+            dtype = getattr(torch, where.dtype)
+            if raw.storage_offset() % dtype.itemsize:
+                raw = raw.clone()  # pages of an odd size
+            out.append(raw.view(dtype).view(where.shape))
         return tuple(out)
 
     def _joined_parts(self, parts: list[tuple[int, int, int]]) -> "torch.Tensor":
@@ -376,19 +400,6 @@ class EncoderCache:
             if isinstance(memory, PageMajorMemory):
                 return memory.span(page, offset + nbytes)[offset:]
         return torch.cat([torch.as_tensor(memory.read(*part)) for part in parts])
-
-
-class _Flight(Future["tuple[torch.Tensor, ...]"]):
-    """A computation of a record that is under way.   epoch: how often the cache had been reset when it began."""
-
-    def __init__(self, record: bytes, epoch: int) -> None:
-        super().__init__()
-        self.record = record
-        self.epoch = epoch
-
-
-class _Abandoned(Exception):
-    """Who computed was stopped; another one has to."""
 
 
 def _record(key: Key) -> bytes:
@@ -410,6 +421,12 @@ def _as_tensors(computed: Computed) -> "tuple[torch.Tensor, ...]":
         tensors = tuple(torch.as_tensor(t) for t in many)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"the encoder gave {type(computed).__name__}: tensors are needed ({error})") from None
+    for t in tensors:
+        if t.layout != torch.strided or t.is_quantized or t.is_nested or t.is_meta:
+            raise BadInput(
+                f"the encoder gave a tensor of layout {t.layout}, dtype {t.dtype}, on {t.device}: it must be dense, "
+                "not quantized or nested, and have data"
+            )
     if not tensors or not all(t.numel() for t in tensors):
         raise BadInput("the encoder gave no tensor, or one without elements: nothing can be kept")
     return tensors

@@ -78,7 +78,12 @@ def _encode(value: Any, where: str, depth: int) -> bytes:
     if isinstance(value, str):
         return _tagged(b"s", str.encode(value, "utf-8", "surrogatepass"))
     if isinstance(value, bytes | bytearray | memoryview):
-        return _tagged(b"y", bytes(value))
+        try:
+            return _tagged(b"y", bytes(value))
+        except ValueError as e:
+            raise BadInput(f"{where} cannot be read: {e}") from None
+    if isinstance(value, np.timedelta64):  # numpy takes it for an integer
+        raise BadInput(f"{where} is {value!r}: times must be given as numbers or text")
     if isinstance(value, int | float | np.integer | np.floating):
         return _number(value, where)
     if isinstance(value, Mapping):
@@ -127,10 +132,16 @@ def _foreign(value: Any, where: str, depth: int) -> bytes:
         name = f"{kind.__module__}.{kind.__qualname__}"
         known = {field.name: getattr(value, field.name) for field in fields(value)}
         return _tagged(b"d", _encode(name, where, depth + 1) + _mapping(known, where, depth + 1))
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):
-        if len(value.shape) > 1 and 0 in value.shape:
+    if hasattr(value, "tolist") and hasattr(value, "dtype") and not isinstance(value, type):
+        if getattr(value.dtype, "kind", "") in tuple("Mm"):
+            raise BadInput(f"{where} is of dtype {value.dtype}: times must be given as numbers or text")
+        try:
+            empty, content = len(value.shape) > 1 and 0 in value.shape, value.tolist()
+        except (RuntimeError, TypeError) as e:
+            raise BadInput(f"{where} is a {kind.__name__} that cannot be read: {e}") from None
+        if empty:
             raise BadInput(f"{where} is an array of shape {tuple(value.shape)}: it must not be empty")
-        return _encode(value.tolist(), where, depth + 1)
+        return _encode(content, where, depth + 1)
     raise BadInput(
         f"{where} is {kind.__name__}: it must be None, a number, text, bytes, a dtype, or a list, set, mapping or "
         "array of them"

@@ -98,7 +98,7 @@ def digest(source: Any, kind: str, preprocessing: Any = None) -> bytes:
 def _check_kind(kind: object) -> bytes:
     if not isinstance(kind, str) or not kind:
         raise BadInput(f"media kind is {kind!r}: it must be a name, such as 'image'")
-    return kind.encode()
+    return kind.encode("utf-8", "surrogatepass")
 
 
 class _Memo:

@@ -57,6 +57,8 @@ def open_source(source: Any) -> Source:
             f"media of type {type(source).__name__}: it must be bytes, a path, a binary file, a data URL, a PIL image, "
             "a numpy array or a torch tensor"
         ) from None
+    except ValueError as e:
+        raise BadInput(f"media of type {type(source).__name__} cannot be read: {e}") from None
     return Source(_RAW, _buffer(view))
 
 
@@ -93,7 +95,10 @@ def _data_url(url: str) -> Iterator[bytes]:
     header, comma, data = url.partition(",")
     if not comma:
         raise BadInput(f"data URL {url[:40]!r} has no comma: it must be data:[type][;base64],content")
-    content = unquote_to_bytes(data) if "%" in data else data.encode()
+    try:
+        content = unquote_to_bytes(data) if "%" in data else data.encode()
+    except UnicodeEncodeError as e:
+        raise BadInput(f"data URL {url[:40]!r}: its content is not text: {e}") from None
     if header.lower().rstrip().endswith(";base64"):
         try:
             content = _base64(content)
@@ -117,8 +122,10 @@ def _path(path: Any) -> Iterator[Any]:
     try:
         with open(path, "rb", buffering=0) as file:
             yield from _read(file)
-    except OSError as e:
-        raise BadInput(f"media file {os.fspath(path)!r} cannot be read: {e.strerror or e}") from None
+    except (OSError, ValueError) as e:
+        if isinstance(e, BadInput):
+            raise
+        raise BadInput(f"media file {os.fspath(path)!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
 
 
 def _file(file: Any) -> Iterator[Any]:
@@ -170,10 +177,11 @@ def _numpy_dtype(array: Any) -> str:
 
 
 def _torch_dtype(tensor: Any) -> str:
-    if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.device.type == "meta":
+    plain = str(tensor.layout) == "torch.strided" and not tensor.is_quantized and not tensor.is_nested
+    if not plain or tensor.device.type == "meta":
         raise BadInput(
             f"media tensor of layout {tensor.layout}, dtype {tensor.dtype}, on {tensor.device}: it must be dense, not "
-            "quantized, and have data"
+            "quantized or nested, and have data"
         )
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -218,7 +226,10 @@ def _pieces(array: Any, nbytes: int, as_it_lies: Callable[[Any], bool]) -> Itera
 
 
 def _image_meaning(image: Any) -> bytes:
-    frames = getattr(image, "n_frames", 1)
+    try:
+        frames = getattr(image, "n_frames", 1)
+    except (OSError, SyntaxError, ValueError) as e:
+        raise BadInput(f"image {image!r} cannot be read: {e}") from None
     if frames > 1:
         raise BadInput(f"an image of {frames} frames: give its file's bytes, or one frame as `image.copy()`")
     try:

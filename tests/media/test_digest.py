@@ -309,7 +309,7 @@ def closed() -> io.BytesIO:
         (lambda: np.array([object()]), "its elements must be numbers"),
         (lambda: np.zeros(2, dtype=[("a", "f4")]), "its elements must be numbers"),
         (lambda: np.ma.masked_array([1, 2], [True, False]), "media array with a mask"),
-        (lambda: torch.zeros(2, device="meta"), "media tensor of layout .* it must be dense, not quantized, and have"),
+        (lambda: torch.zeros(2, device="meta"), "media tensor of layout .* it must be dense, not quantized or nested"),
         (lambda: torch.eye(2).to_sparse(), "media tensor of layout torch.sparse_coo"),
         (broken_image, "image .* cannot be read"),
     ],
