@@ -32,12 +32,16 @@ class Costs:
         """A load brought `pages` pages in `seconds`."""
         self.load_s_per_page = _mean(self.load_s_per_page, seconds / pages)
 
-    def worth_loading(self, pages: int, queued: int) -> bool:
-        """Whether loading `pages` pages, behind `queued` others, is faster than computing them."""
-        if self.load_s_per_page is None or self.prefill_s_per_token is None:
+    def worth_loading(self, pages: int, queued: int, compute_s: float | None = None) -> bool:
+        """Whether loading `pages` pages, behind `queued` others, is faster than computing them.
+
+        compute_s: what that takes, where it is known; None for KV, as measured.
+        """
+        if compute_s is None and self.prefill_s_per_token is not None:
+            compute_s = pages * self._page_size * self.prefill_s_per_token
+        if self.load_s_per_page is None or compute_s is None:
             return True
-        load_s = (pages + queued) * self.load_s_per_page
-        return load_s <= pages * self._page_size * self.prefill_s_per_token
+        return (pages + queued) * self.load_s_per_page <= compute_s
 
     def worth(self, seconds: float, nbytes: int, page_nbytes: int) -> float:
         """What a byte of an output saves, `nbytes` of them that took `seconds`, in what a byte of a KV page does."""

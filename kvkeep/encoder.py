@@ -25,8 +25,8 @@ from kvkeep.errors import BadInput, OutOfPages
 from kvkeep.flights import Abandoned, Circular, Flight, computing, heard, run_compute, waiting
 from kvkeep.index.hints import Discard, Hint, Pin
 from kvkeep.index.names import TokenIds, as_token_ids, frame
-from kvkeep.index.output import Tensor, encoder_identity
-from kvkeep.outputs import Hold, Outputs, Shapes
+from kvkeep.index.output import Shapes, Tensor, encoder_identity, shapes_of
+from kvkeep.outputs import Hold, Outputs
 from kvkeep.tiers.memory import PageMajorMemory
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class EncoderCache:
         record = flight.record
         tensors = _as_tensors(computed)
         layout = _layout(tensors)
-        shapes = tuple((t.shape, t.dtype) for t in layout)
+        shapes = shapes_of(layout)
         before = self._shapes.get(record, shapes) if expect is None else expect
         if shapes != before:
             raise BadInput(f"the encoder gave {_show(shapes)} for a key that gives {_show(before)}: nothing is kept")
@@ -352,7 +352,7 @@ class EncoderCache:
 
     def _joined(self, computed: "tuple[torch.Tensor, ...]", expect: Shapes | None) -> EncoderOutput:
         """What another call computed at the same time, where it could not be kept."""
-        shapes = tuple((tuple(t.shape), _dtype(t)) for t in computed)
+        shapes = shapes_of(_layout(computed))
         if expect is not None and shapes != expect:
             raise BadInput(f"the encoder gave {_show(shapes)} where {_show(expect)} is expected")
         return EncoderOutput(computed, "joined", None, None)
@@ -436,13 +436,9 @@ def _layout(tensors: "tuple[torch.Tensor, ...]") -> tuple[Tensor, ...]:
     """Where each tensor's bytes are in the output."""
     out, at = [], 0
     for t in tensors:
-        out.append(Tensor(tuple(t.shape), _dtype(t), at, t.nbytes))
+        out.append(Tensor(tuple(t.shape), str(t.dtype).removeprefix("torch."), at, t.nbytes))
         at += -(-t.nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
     return tuple(out)
-
-
-def _dtype(tensor: "torch.Tensor") -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _show(shapes: Shapes) -> str:

@@ -18,7 +18,7 @@ from kvkeep.costs import Costs
 from kvkeep.errors import BadInput, OutOfPages
 from kvkeep.index.hints import Hint
 from kvkeep.index.names import Identity
-from kvkeep.index.output import Output, Tensor, find_output, insert_output, outputs_in
+from kvkeep.index.output import Output, Shapes, Tensor, find_output, insert_output, outputs_in, shapes_of
 from kvkeep.index.runs import Place, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse
 from kvkeep.lease import Lease
@@ -26,9 +26,6 @@ from kvkeep.room import Room
 from kvkeep.storing import Storing
 from kvkeep.tiers.ledger import Ledger
 from kvkeep.traffic import Traffic
-
-#: What a caller expects of an output: shape and dtype of each of its tensors.
-Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
 class Hold(Lease):
@@ -125,7 +122,7 @@ class Outputs:
             if run is None:
                 self._misses += counted
                 return None
-            if expect is not None and expect != tuple((t.shape, t.dtype) for t in run.tensors):
+            if expect is not None and expect != shapes_of(run.tensors):
                 self._mismatches += counted
                 return None
             number = next(self._numbers)

@@ -68,7 +68,7 @@ class Traffic:
     def loadable(self, host: "array[int]") -> "array[int]":
         """The leading pages of `host` whose bytes are there, if loading them is faster than computing them again."""
         host = host[: self._host.ready_head(host)]
-        if self.costs.worth_loading(len(host), self._manager.stats().queues.load_pages if self._loads else 0):
+        if self.costs.worth_loading(len(host), self._queued):
             return host
         self.loads_declined += 1
         return host[:0]
@@ -81,8 +81,12 @@ class Traffic:
         pages = len(self._host.split(host)[0])
         if self._host.ready_head(host) < len(host) or not self._manager.takes_load(pages or 1):
             return False
-        queued = self._manager.stats().queues.load_pages if self._loads else 0
-        return (self.costs.load_s_per_page or 0.0) * (len(host) + queued) <= seconds
+        return self.costs.worth_loading(len(host), self._queued, seconds)
+
+    @property
+    def _queued(self) -> int:
+        """Pages of the loads that wait."""
+        return self._manager.stats().queues.load_pages if self._loads else 0
 
     def begin_load(self, host: "array[int]") -> Copy:
         """Pins the sources of a load, so that making room for its targets cannot take them."""

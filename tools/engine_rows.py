@@ -12,26 +12,15 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from kvkeep.replay.formats import read_trace
 from kvkeep.replay.orders import Order
 from kvkeep.replay.pages import Pages
 from kvkeep.replay.replaying import replay
 from kvkeep.replay.result import Settings
+from tools.eviction_rows import K, Row
 
-K = 1024
 ORDERS = ("lru", "rhythm")
-
-
-class Row(NamedTuple):
-    """A trace, the order of its requests, how many of its sessions, the page size, and pools in thousands of tokens."""
-
-    trace: str
-    order: str
-    sessions: int | None
-    page_size: int
-    pools_k: tuple[int, ...]
 
 
 ROWS = (

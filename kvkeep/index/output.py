@@ -28,6 +28,15 @@ class Tensor(NamedTuple):
     nbytes: int
 
 
+#: Shape and dtype of each tensor.
+Shapes = tuple[tuple[tuple[int, ...], str], ...]
+
+
+def shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
+    """What a caller may expect of an output."""
+    return tuple((t.shape, t.dtype) for t in tensors)
+
+
 class Output(Run):
     """A run whose entries are the pages of one output; a slot (the last one, if there is one) has the rest.
 

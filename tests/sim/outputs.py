@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from kvkeep.errors import OutOfPages
 from kvkeep.index.hints import Discard, Expect, Hint, Pin
 from kvkeep.index.names import Identity
-from kvkeep.index.output import Tensor, encoder_identity, find_output
-from kvkeep.outputs import Hold, Shapes
+from kvkeep.index.output import Shapes, Tensor, encoder_identity, find_output
+from kvkeep.outputs import Hold
 from kvkeep.tiers.ledger import State
 from kvkeep.tiers.slots import Slots
 from tests.core.naive import narrow_hash

@@ -13,8 +13,8 @@ from itertools import takewhile
 from kvkeep.engine.request import ImageInput
 from kvkeep.engine.verify.counts import Counts
 from kvkeep.engine.verify.scenarios import CONCURRENCY, Ask, Below, Draw, Ids, Scenario, Sizes, Waves
+from kvkeep.engine.verify.tiers import always, every_other, random_below
 from kvkeep.engine.vision.tower import Vision
-from kvkeep.transfer.plan import Cause
 
 PAGE_MIN = 48  # two images and some text
 TURNS, RANDOM_WAVES = 4, 6
@@ -199,16 +199,16 @@ def tier_scenarios(sizes: Sizes, album: Album, draw: Draw) -> Iterator[Scenario]
     back = Counts(host_hit_pages=2 * pages, features_from_host=1)
     yield Scenario("images from host memory", pages + 2, rotation, back, ample)
     yield Scenario("images in a pool of one request", pages + 1, rotation, Counts(pages_evicted=pages))
-    loads = replace(ample, fails=("promote", _every_other))
+    loads = replace(ample, fails=("promote", every_other))
     lost = Counts(host_hit_pages=1, failed_copies=2, lost_tokens=page)
     yield Scenario("loads of images fail", pages + 2, rotation, lost, loads)
-    stores = Below(host_pages=3 * pages + 2, fails=("demote", _every_other))
+    stores = Below(host_pages=3 * pages + 2, fails=("demote", every_other))
     yield Scenario("images that do not get down", pages + 1, rotation, Counts(failed_copies=1), stores)
     held = 5
     holes = Counts(suspensions=1, hole_tokens=page, images_encoded=2)
     suspended = partial(_suspended, page, album, draw)
     yield Scenario("suspended with images", 7, suspended, holes, Below(suspend_pages=held))
-    lossy = Below(suspend_pages=held, fails=("resume", _always))
+    lossy = Below(suspend_pages=held, fails=("resume", always))
     yield Scenario("suspended with images, lost", 7, suspended, Counts(suspensions=1, failed_copies=1), lossy)
 
 
@@ -218,13 +218,7 @@ def random_image_scenarios(sizes: Sizes, album: Album, draw: Draw, rng: random.R
     while True:
         number += 1
         own = random.Random(rng.getrandbits(32))
-        cause: Cause = rng.choice(("promote", "demote", "clean", "suspend", "resume"))
-        below = Below(
-            host_pages=rng.choice((0, 2, sizes.pages, 4 * sizes.pages)),
-            suspend_pages=rng.choice((1, sizes.pages, 4 * sizes.pages)),
-            suspend=rng.choice(("exclusive", "complete")),
-            fails=rng.choice((None, (cause, _every_other))),
-        )
+        below = random_below(sizes, rng)
         waves = partial(_random_waves, sizes, album, draw, own)
         yield Scenario(f"random images {number}", sizes.pages + rng.randint(1, 4), waves, below=below)
 
@@ -286,11 +280,3 @@ def _cut(parts: list[Part], longest: int, tokens: int) -> list[Part]:
         if length > longest:
             return parts[:number]
     return parts
-
-
-def _always(number: int) -> bool:
-    return True
-
-
-def _every_other(number: int) -> bool:
-    return number % 2 == 0

@@ -62,21 +62,21 @@ def suspension_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
     loaded = Counts(suspensions=1, host_hit_pages=1)
     yield Scenario("suspended, its prefix in host memory", pool_pages, waves, loaded, two_tiers, never=("hole_tokens",))
     lost = Counts(suspensions=1, failed_copies=1)
-    on_the_way_down = Below(suspend_pages=held, fails=("suspend", _always))
+    on_the_way_down = Below(suspend_pages=held, fails=("suspend", always))
     yield Scenario("suspended, lost on the way down", pool_pages, waves, lost, on_the_way_down)
-    on_the_way_up = Below(suspend_pages=held, fails=("resume", _always))
+    on_the_way_up = Below(suspend_pages=held, fails=("resume", always))
     yield Scenario("suspended, lost on the way up", pool_pages, waves, lost, on_the_way_up)
 
 
 def failing_scenarios(sizes: Sizes, draw: Draw) -> Iterator[Scenario]:
     """Every other copy of a kind fails."""
     pages = sizes.pages
-    loads = Below(host_pages=8 * pages, fails=("promote", _every_other))
+    loads = Below(host_pages=8 * pages, fails=("promote", every_other))
     lost = Counts(host_hit_pages=1, failed_copies=2, lost_tokens=sizes.page)
     yield Scenario("loads fail", pages + 1, partial(_pushed_out, sizes, draw), lost, loads)
     revoked = Counts(failed_copies=2, revocations=2)
     yield Scenario("loads fail that others wait for", 2 * pages + 2, partial(_joined, sizes, draw), revoked, loads)
-    stores = Below(host_pages=_few(sizes), fails=("demote", _every_other))
+    stores = Below(host_pages=_few(sizes), fails=("demote", every_other))
     down = Counts(failed_copies=2)
     yield Scenario("copies down fail", pages + 1, partial(_change_places, sizes, draw, lossless=False), down, stores)
 
@@ -87,17 +87,22 @@ def random_tier_scenarios(sizes: Sizes, draw: Draw, rng: random.Random) -> Itera
     while True:
         number += 1
         own = random.Random(rng.getrandbits(32))
-        cause: Cause = rng.choice(("promote", "demote", "clean", "suspend", "resume"))
-        below = Below(
-            host_pages=rng.choice((0, 2, sizes.pages, 4 * sizes.pages)),
-            suspend_pages=rng.choice((1, sizes.pages, 4 * sizes.pages)),
-            suspend=rng.choice(("exclusive", "complete")),
-            fails=rng.choice((None, (cause, _every_other))),
-        )
+        below = random_below(sizes, rng)
         pool_pages = rng.randint(sizes.pages + 1, sizes.pages + 4)
         yield Scenario(
             f"random over two tiers {number}", pool_pages, partial(random_waves, sizes, draw, own), Counts(), below
         )
+
+
+def random_below(sizes: Sizes, rng: random.Random) -> Below:
+    """A host tier of any size, where copies of a cause fail or do not."""
+    cause: Cause = rng.choice(("promote", "demote", "clean", "suspend", "resume"))
+    return Below(
+        host_pages=rng.choice((0, 2, sizes.pages, 4 * sizes.pages)),
+        suspend_pages=rng.choice((1, sizes.pages, 4 * sizes.pages)),
+        suspend=rng.choice(("exclusive", "complete")),
+        fails=rng.choice((None, (cause, every_other))),
+    )
 
 
 def _few(sizes: Sizes) -> int:
@@ -105,11 +110,11 @@ def _few(sizes: Sizes) -> int:
     return 3 * sizes.pages + 2
 
 
-def _always(number: int) -> bool:
+def always(number: int) -> bool:
     return True
 
 
-def _every_other(number: int) -> bool:
+def every_other(number: int) -> bool:
     return number % 2 == 0
 
 

@@ -73,10 +73,7 @@ class Audio:
             prompt = Prompt()
             prompt.text(text_of(SYSTEM_TOKENS, "voice system"))
             for part in past:
-                if isinstance(part, Media):
-                    prompt.item(part)
-                else:
-                    prompt.text(part)
+                prompt.add(part)
             answer = text_of(ANSWER_TOKENS, "voice", self.seed, session, turn)
             out.append(prompt.request(time_s, answer))
             past.append(answer)

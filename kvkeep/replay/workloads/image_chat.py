@@ -80,13 +80,11 @@ class ImageChat:
         prompt.text(text_of(SYSTEM_TOKENS, "system"))
         drop = sum(isinstance(part, Media) for part in past) - self.keep if self.keep else 0
         for part in past:
-            if not isinstance(part, Media):
-                prompt.text(part)
-            elif drop > 0:
+            if isinstance(part, Media) and drop > 0:
                 drop -= 1
                 prompt.text(text_of(LEFT_OUT_TOKENS, "left out"))
             else:
-                prompt.item(part)
+                prompt.add(part)
         return prompt
 
     def _shown(self, rng: random.Random, session: int, own: list[Media]) -> Media | None:

@@ -84,6 +84,13 @@ class Prompt:
         self.text(np.full(media.tokens, PLACEHOLDER, dtype=np.int32))
         self._encoded.append(Encoded(media.encoder, media.key, media.nbytes, media.seconds, self._length))
 
+    def add(self, part: "Media | Int32s") -> None:
+        """A media item, or text, follows."""
+        if isinstance(part, Media):
+            self.item(part)
+        else:
+            self.text(part)
+
     def need(self, media: "Media") -> None:
         """An encoder output that has no place in the prompt."""
         self._encoded.append(Encoded(media.encoder, media.key, media.nbytes, media.seconds))
