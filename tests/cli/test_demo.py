@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,7 @@ def test_ctrl_c_leaves_a_clean_terminal_and_what_was_measured(kvkeep_environment
         stdin=theirs,
         cwd=tmp_path,
         env={**kvkeep_environment, "TERM": "xterm"},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
     )
     os.close(theirs)
     raw, deadline_s = b"", time.monotonic() + 200
