@@ -7,22 +7,23 @@ from collections.abc import Callable
 from itertools import count
 
 from kvkeep.counting import Counting
-from kvkeep.errors import BadInput, OutOfPages
-from kvkeep.index.media import PageMedia, Placed, cut_before_split_item
+from kvkeep.errors import BadInput, NotReady, OutOfPages
+from kvkeep.index.media import PageMedia, Placed, cut_before_split_item, whole_holes
 from kvkeep.index.names import Identity, Int32s, check_token_range
 from kvkeep.index.runs import Match, RunTree
 from kvkeep.lease import Lease
 from kvkeep.misses import Looked, MissLedger
+from kvkeep.parking import Parking
 from kvkeep.room import Drains, Room
 from kvkeep.storing import Storing
-from kvkeep.tiers.ledger import Ledger
-from kvkeep.traffic import Traffic
+from kvkeep.tiers.ledger import Ledger, page_ids
+from kvkeep.traffic import Suspended, Traffic
 
 
 class Admission:
     """Makes the leases of one cache.
 
-    leases: the live ones, which it adds to.   order: what `Gate.wait_on` does.
+    leases: the live ones, which it adds to.   order: what `Gate.wait_on` does.   end: ends a lease.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Admission:
         counting: Counting,
         misses: MissLedger | None,
         order: Callable[[Lease, object], None],
+        end: Callable[[Lease], None],
     ) -> None:
         self._tree = tree
         self._ledger = ledger
@@ -48,19 +50,36 @@ class Admission:
         self._counting = counting
         self._misses = misses
         self._order = order
+        self._end = end
         self.numbers = count()
 
-    def open(self, identity: Identity, ids: Int32s, limit: int, media: Placed, reuse: bool | None = None) -> Lease:
+    def look_up(self, identity: Identity, ids: Int32s, limit: int, media: Placed) -> int:
+        """Positions that `open` would match now; changes nothing."""
+        limit = limit if media.storable is None else min(limit, media.storable)
+        (pages, below, _), *_ = self._match(identity, ids.data.cast("B"), limit, media.by_page)
+        return (len(pages) + len(below)) * self._page_size
+
+    def open(
+        self,
+        identity: Identity,
+        ids: Int32s,
+        limit: int,
+        media: Placed,
+        reuse: bool | None = None,
+        *,
+        reserve: bool = True,
+    ) -> Lease:
         """A lease with what matches of `ids`, at most `limit` pages, and pages for the rest.
 
         reuse: what the prompt wants, so that the miss ledger tells of it; None: it was admitted before.
+        reserve: False: the lease ends where the match does, and has no pages for the rest.
         Raises `OutOfPages`, with nothing changed, or `BadInput` for a prompt that could never be admitted.
         """
         length = len(ids)
-        reserve = -(-length // self._page_size)
+        need = -(-length // self._page_size)
         limit = limit if media.storable is None else min(limit, media.storable)
-        if reserve > self._ledger.total:
-            raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self._ledger.total}")
+        if reserve and need > self._ledger.total:
+            raise BadInput(f"a prompt of {length} tokens needs {need} pages, the pool has {self._ledger.total}")
         raw = ids.data.cast("B")
         (pages, below, name), host_found, declined = self._match(identity, raw, limit, media.by_page)
         on_gpu = len(pages)
@@ -68,9 +87,10 @@ class Admission:
         number = next(self.numbers)
         self._ledger.retain(pages, number)
         load = self._traffic.begin_load(below) if self._traffic is not None and below else None
-        drains = Drains(reserve - on_gpu)
+        take = need - on_gpu if reserve else len(below)
+        drains = Drains(take)
         try:
-            pages.extend(self._room.take(reserve - on_gpu, number, drains))
+            pages.extend(self._room.take(take, number, drains))
         except OutOfPages as e:
             self._ledger.release(pages, number)
             if self._traffic is not None and load is not None:
@@ -80,12 +100,14 @@ class Admission:
         matched = on_gpu
         if self._traffic is not None and load is not None:
             last_name = self._tree.host_name(below[-1])
-            late = max(0, len(below) + drains.count - (reserve - on_gpu))
+            late = max(0, len(below) + drains.count - take)
             if self._traffic.load(load, pages[on_gpu : on_gpu + len(below)], drains.copies, late):
                 matched, name = on_gpu + len(below), last_name
-        rest = ids[matched * self._page_size :]
+        rest = ids[matched * self._page_size :] if reserve else ids[:0]
         own = bytearray(rest.data.cast("B")) if len(rest) else bytearray()
-        lease = Lease(number, identity, pages, matched, name, own, length, matched * self._page_size)
+        known = matched * self._page_size + len(rest)
+        lease = Lease(number, identity, pages, matched, name, own, known, matched * self._page_size)
+        lease.prompt_len = length
         lease.loaded_len = (matched - on_gpu) * self._page_size
         if matched:
             lease.path = self._storing.page_id(pages[matched - 1])
@@ -120,3 +142,28 @@ class Admission:
                 return self._tree.match(identity, raw, whole, media), 0, False
             below = below[: whole - on_gpu]
         return Match(found.pages, below, found.name), len(found.host), declined
+
+    def resume(self, ticket: Suspended, ids: Int32s, parking: Parking, same_names: bool) -> Lease:
+        """A lease of a suspended request; see `TieredCache.resume`.
+
+        same_names: whether the fingerprint is still that of its names.
+        """
+        size, kv_len = self._page_size, ticket.kv_len
+        parking.check(ticket)
+        limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch and same_names else 0
+        lease = self.open(ticket.identity, ids, limit, ticket.media)
+        lease.store = ticket.store and same_names
+        first = lease.base
+        lost = ticket.lost or (self._traffic is not None and self._traffic.copies.manager.ended)
+        slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
+        if slots:
+            gpu = page_ids(lease.pages[i] for i in slots)
+            if not parking.resume(ticket, page_ids(slots.values()), gpu, lease):
+                self._end(lease)
+                raise NotReady(f"{ticket}: the queue of loads is full")
+        parking.forget(ticket)
+        used = -(-kv_len // size)
+        gone = [i for i in range(first, used) if i not in slots]
+        lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
+        lease.kv_len = kv_len
+        return lease

@@ -21,7 +21,7 @@ from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import NO_MEDIA, MediaItem, check_ends, place_media, whole_holes
+from kvkeep.index.media import NO_MEDIA, MediaItem, check_ends, place_media
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
@@ -115,7 +115,7 @@ class TieredCache:
         self._counting = Counting()
         self._admission = Admission(
             self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
-            self._counting, misses, self._order_behind,
+            self._counting, misses, self._order_behind, self._end,
         )  # fmt: skip
         self._outputs: Outputs | None = None
 
@@ -131,6 +131,7 @@ class TieredCache:
         media: Sequence[MediaItem] = (),
         reuse: bool = True,
         store: bool = True,
+        reserve: bool = True,
     ) -> Lease:
         """Matches a prompt, pins what matched and reserves pages to the end of the prompt: all, or nothing.
 
@@ -138,6 +139,7 @@ class TieredCache:
         salt, adapter, label: requests that differ in one of them share nothing.
         media: the spans of `tokens` that are placeholders.
         reuse, store: opt out of taking pages from the cache, or of leaving pages in it.
+        reserve: False: the lease is what matched; `extend` appends the rest, and takes its pages, as it comes.
 
         At least one token stays to be computed, so at most `(len(tokens) - 1) // page_size` pages match.
         Raises `OutOfPages`, or `BadInput` for input that could never be admitted.
@@ -150,12 +152,22 @@ class TieredCache:
         limit = (length - 1) // self._page_size if reuse else 0
         with self._lock:
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, placed, reuse)
+            lease = self._admission.open(identity, ids, limit, placed, reuse, reserve=reserve)
             lease.store = store
             self._counting.admitted(lease)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
         return lease
+
+    def look_up(
+        self, tokens: TokenIds, *, salt: bytes = b"", adapter: bytes = b"", media: Sequence[MediaItem] = ()
+    ) -> int:
+        """Positions of a prompt that `admit` would take from the cache now; nothing is pinned or changed."""
+        ids = as_int32(tokens)
+        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
+        with self._lock:
+            identity = self._identities.get(self._fingerprint, salt, adapter, b"")
+            return self._admission.look_up(identity, ids, max(0, len(ids) - 1) // self._page_size, placed)
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
         """Appends token ids that were sampled, and makes sure that pages exist for them and `room` positions more.
@@ -306,28 +318,11 @@ class TieredCache:
         ids = as_token_ids(tokens)
         if len(ids) < max(ticket.kv_len, 1):
             raise BadInput(f"{len(ids)} tokens to resume {ticket}: it has KV for more")
-        size, kv_len = self._page_size, ticket.kv_len
-        limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch else 0
         with self._lock:
             if self._traffic is None:
                 raise BadInput(f"{ticket} is of another cache: this one has no host memory")
-            self._traffic.parking.check(ticket)
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
-            lease = self._admission.open(ticket.identity, ids, limit if same_names else 0, ticket.media)
-            lease.store = ticket.store and same_names
-            first = lease.base
-            lost = ticket.lost or self._traffic.copies.manager.ended
-            slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
-            if slots:
-                gpu = page_ids(lease.pages[i] for i in slots)
-                if not self._traffic.parking.resume(ticket, page_ids(slots.values()), gpu, lease):
-                    self._end(lease)
-                    raise NotReady(f"{ticket}: the queue of loads is full")
-            self._traffic.parking.forget(ticket)
-            used = -(-kv_len // size)
-            gone = [i for i in range(first, used) if i not in slots]
-            lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
-            lease.kv_len = kv_len
+            lease = self._admission.resume(ticket, ids, self._traffic.parking, same_names)
         if self.transfers is not None:
             self.transfers.start()
         return lease

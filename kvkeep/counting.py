@@ -46,7 +46,7 @@ class _Gated:
 
     def __init__(self, lease: Lease, since: float) -> None:
         self.lease = lease
-        self.length = lease.length
+        self.length = lease.prompt_len
         self.matched_len = lease.taken_len
         self.since = since
         self.for_room = waits_for_room(lease)
@@ -66,7 +66,7 @@ class Counting:
     def admitted(self, lease: Lease) -> None:
         """A prompt was admitted."""
         self._admissions += 1
-        self._prompt_tokens += lease.length
+        self._prompt_tokens += lease.prompt_len
         self._matched_tokens += lease.taken_len
         self._matched_host_tokens += lease.loaded_len
         if lease.copies:

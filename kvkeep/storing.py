@@ -104,7 +104,7 @@ class Storing:
         if self._uses is not None:
             place = self.place(lease)
             stamp = NO_STAMP if place is None else self._tree.stamp(place)
-            lease.began = Began(self._uses.now(), stamp, lease.length)
+            lease.began = Began(self._uses.now(), stamp, lease.prompt_len)
 
     def ended(self, lease: Lease) -> None:
         """Tells an order that learns of the use of the lease's path, if it has stamped it."""

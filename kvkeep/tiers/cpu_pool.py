@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput
-from kvkeep.tiers.layout import PageLayout
+from kvkeep.tiers.layout import OpaqueLayout, PageLayout
 from kvkeep.tiers.memory import HostMemory
 from kvkeep.tiers.memory_limit import memory_limit_nbytes
 from kvkeep.tiers.pinning import CHUNK_NBYTES_MAX, PinFailed, Pinning, Registrar
@@ -43,7 +43,7 @@ class CpuPool:
 
     def __init__(
         self,
-        layout: PageLayout | None,
+        layout: PageLayout | OpaqueLayout | None,
         tier_pages: int,
         suspend_pages: int = 0,
         *,

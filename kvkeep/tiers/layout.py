@@ -13,6 +13,16 @@ DTYPE_NBYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
+class OpaqueLayout:
+    """A page of `page_nbytes` bytes of which no more is known: an engine's block, in its own order."""
+
+    page_nbytes: int
+
+    def __post_init__(self) -> None:
+        check_int("page_nbytes", self.page_nbytes, at_least=1)
+
+
+@dataclass(frozen=True, slots=True)
 class PageLayout:
     """One page: K and V of `page_size` positions, all layers, shape [layers, 2, page_size, kv_heads, head_dim].
 

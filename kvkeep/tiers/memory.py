@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.errors import BadInput, InvariantViolation
-from kvkeep.tiers.layout import PageLayout
+from kvkeep.tiers.layout import OpaqueLayout, PageLayout
 
 if TYPE_CHECKING:
     import torch
@@ -128,12 +128,15 @@ class LayerMajorMemory:
 class HostMemory:
     """Page-major host memory without torch: `rows` is uint8 [pages, layout.page_nbytes]."""
 
-    def __init__(self, rows: "npt.NDArray[np.uint8]", layout: PageLayout) -> None:
+    def __init__(self, rows: "npt.NDArray[np.uint8]", layout: PageLayout | OpaqueLayout) -> None:
         self.rows = rows
-        self._positions = rows.reshape(len(rows), layout.layers * 2, layout.page_size, -1)
+        self._layout = layout
 
     def copy_positions(self, source: int, target: int, count: int) -> None:
-        self._positions[target, :, :count] = self._positions[source, :, :count]
+        if isinstance(self._layout, OpaqueLayout):
+            raise InvariantViolation("positions of a page whose layout is not known")
+        positions = self.rows.reshape(len(self.rows), self._layout.layers * 2, self._layout.page_size, -1)
+        positions[target, :, :count] = positions[source, :, :count]
 
     def page_bytes(self, page: int) -> bytes:
         return bytes(self.rows[page])
@@ -151,6 +154,38 @@ class HostMemory:
 
     def write(self, page: int, offset: int, data: Data) -> None:
         _write([self.rows], page, offset, data)
+
+
+class OpaqueMemory:
+    """An engine's blocks as they lie: row b of all `regions`, joined in order, is block b.
+
+    regions: torch uint8 [blocks, bytes] each, every row contiguous, all on one device.
+    """
+
+    def __init__(self, regions: Sequence["torch.Tensor"]) -> None:
+        self.regions = list(regions)
+
+    def copy_positions(self, source: int, target: int, count: int) -> None:
+        raise InvariantViolation("positions of a page whose layout is not known")
+
+    def page_bytes(self, page: int) -> bytes:
+        return b"".join(_as_bytes(region[page]) for region in self.regions)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            for region in self.regions:
+                region[page].fill_(POISON_BYTE)
+
+    def planes(self) -> list[Plane]:
+        return [region if region.is_cuda else region.numpy() for region in self.regions]
+
+    def read(self, page: int, offset: int, nbytes: int) -> "torch.Tensor":
+        parts = _parts(self.regions, page, offset, nbytes)
+        joined: torch.Tensor = parts[0] if len(parts) == 1 else _torch().cat(parts)
+        return joined
+
+    def write(self, page: int, offset: int, data: Data) -> None:
+        _write(self.regions, page, offset, data)
 
 
 def allocate(layout: PageLayout, pages: int, device: str) -> PageMajorMemory:

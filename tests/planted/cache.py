@@ -74,7 +74,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-counts-prompts-and-not-their-tokens",
         COUNTING,
-        "self._prompt_tokens += lease.length",
+        "self._prompt_tokens += lease.prompt_len",
         "self._prompt_tokens += 1",
         (ROWS + "test_row_56_tokens_are_counted_once_an_admission",),
     ),

@@ -334,8 +334,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-late-targets-miscounted",
         ADMISSION,
-        "late = max(0, len(below) + drains.count - (reserve - on_gpu))",
-        "late = max(0, len(below) - (reserve - on_gpu))",
+        "late = max(0, len(below) + drains.count - take)",
+        "late = max(0, len(below) - take)",
         (BOTH_WAYS + "test_a_load_into_pages_on_their_way_down_starts_when_they_are",),
     ),
     Bug(
