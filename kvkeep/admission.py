@@ -55,7 +55,7 @@ class Admission:
 
     def look_up(self, identity: Identity, ids: Int32s, limit: int, media: Placed) -> int:
         """Positions that `open` would match now; changes nothing."""
-        limit = limit if media.storable is None else min(limit, media.storable)
+        limit = _nameable(limit, media)
         (pages, below, _), *_ = self._match(identity, ids.data.cast("B"), limit, media.by_page)
         return (len(pages) + len(below)) * self._page_size
 
@@ -77,7 +77,7 @@ class Admission:
         """
         length = len(ids)
         need = -(-length // self._page_size)
-        limit = limit if media.storable is None else min(limit, media.storable)
+        limit = _nameable(limit, media)
         if reserve and need > self._ledger.total:
             raise BadInput(f"a prompt of {length} tokens needs {need} pages, the pool has {self._ledger.total}")
         raw = ids.data.cast("B")
@@ -167,3 +167,8 @@ class Admission:
         lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
         lease.kv_len = kv_len
         return lease
+
+
+def _nameable(limit: int, media: Placed) -> int:
+    """`limit` pages, or as many as can be named."""
+    return limit if media.storable is None else min(limit, media.storable)

@@ -31,8 +31,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-matches-what-has-no-digest",
         ADMISSION,
-        "limit = limit if media.storable is None else min(limit, media.storable)",
-        "limit = limit if media.storable is None else max(limit, media.storable)",
+        "return limit if media.storable is None else min(limit, media.storable)",
+        "return limit if media.storable is None else max(limit, media.storable)",
         (ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",),
     ),
     Bug(

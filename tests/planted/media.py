@@ -8,6 +8,7 @@ from tests.planted.bug import Bug
 ITEMS = "kvkeep/index/media.py"
 COMPARE = "kvkeep/index/compare.py"
 TRAFFIC = "kvkeep/traffic.py"
+ADMISSION = "kvkeep/admission.py"
 CACHE = "kvkeep/cache.py"
 LEASE = "kvkeep/lease.py"
 
@@ -72,7 +73,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "unit-holes-computed-page-by-page",
-        CACHE,
+        ADMISSION,
         "lease.holes = whole_holes(",
         "lease.holes = (lambda holes, units: holes)(",
         (UNIT_TESTS + "test_a_unit_of_which_a_part_is_gone_is_computed_as_one",),

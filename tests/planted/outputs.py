@@ -62,8 +62,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tree-evicts-part-of-an-output",
         RUNS,
-        "        if not run.whole:\n            return self.gpu.ledger.idle_tail",
-        "        if not run.whole or count:\n            return self.gpu.ledger.idle_tail",
+        "k = self.leavable(run, k) if run.whole else idle_tail(run.pages, k if k < count else count)",
+        "k = idle_tail(run.pages, k if k < count else count)",
         (STEPPED + "test_an_output_leaves_as_a_whole",),
     ),
     Bug(
