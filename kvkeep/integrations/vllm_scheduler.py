@@ -50,12 +50,13 @@ class Chain:
     """A request of vLLM and its pages in the tier.
 
     lease: None until there is something to load or to store.   pages: of the tier, stored or on their way there.
-    stores: its stores that run, (job, pages that are there when it is over), in order.   load: the job of its load.
+    stores: its stores whose pages are not sealed yet, (job, pages that are there when it is over), in order.
+    running: jobs that copy from or to its pages.   loading: one of them is a load.
     computed: positions that hold KV after the last step.   over: vLLM has finished it.   full: it stores nothing more.
     """
 
     __slots__ = (
-        "blocks", "computed", "ended", "full", "identity", "lease", "load", "local", "over", "pages", "request",
+        "blocks", "computed", "full", "identity", "lease", "loading", "local", "over", "pages", "request", "running",
         "sealed", "stores", "tokens",
     )  # fmt: skip
 
@@ -66,9 +67,8 @@ class Chain:
         self.lease: Lease | None = None
         self.pages = self.sealed = self.computed = self.local = 0
         self.stores: deque[tuple[int, int]] = deque()
-        self.ended: set[int] = set()  # of `stores`, those that are over behind one that is not
-        self.load: int | None = None
-        self.over = self.full = False
+        self.running: set[int] = set()
+        self.loading = self.over = self.full = False
         self.blocks: list[int] = []  # held from its end until they can be stored
 
     def known(self) -> "array[int]":
@@ -181,7 +181,7 @@ class SchedulerSide:
         slots = array("i", (pages * self._per_page + at % self._per_page).astype(np.int32).tobytes())
         targets = array("i", blocks[first:last])
         job = self._start([chain], [], load=True, tokens=external)
-        chain.load = job
+        chain.loading = True
         self._loads.append((job, request.request_id, slots, targets))
 
     def _open(self, chain: Chain) -> Lease:
@@ -258,6 +258,8 @@ class SchedulerSide:
         job = self._numbered
         self._numbered += 1
         self._jobs[job] = Job(chains, blocks, self._ranks, load, tokens)
+        for chain in chains:
+            chain.running.add(job)
         return job
 
     def _hold(self, blocks: Sequence[int]) -> None:
@@ -283,7 +285,14 @@ class SchedulerSide:
             job.failed = job.failed or number in failed
             if not job.left:
                 del self._jobs[number]
-                self._loaded(job) if job.load else self._stored(number, job)
+                for chain in job.chains:
+                    chain.running.discard(number)
+                if job.load:
+                    self._loaded(job)
+                else:
+                    self._stored(job)
+                for chain in job.chains:
+                    self._settle(chain)
         if dead and self.cache is not None:
             log.error("kvkeep: a worker copies nothing any more: nothing is kept from now on")
             self.cache = None
@@ -293,33 +302,30 @@ class SchedulerSide:
 
     def _loaded(self, job: Job) -> None:
         chain = job.chains[0]
-        chain.load = None
+        chain.loading = False
         self.counters["lost_tokens" if job.failed else "loaded_tokens"] += job.tokens
         if job.failed and self.cache is not None:
             log.warning("kvkeep: a load of %d tokens failed: the tier is emptied, they are computed", job.tokens)
             chain.full = True
             self.reset()
-        self._settle(chain)
 
-    def _stored(self, number: int, job: Job) -> None:
+    def _stored(self, job: Job) -> None:
         self._storing.difference_update(job.blocks)
         self._let_go(job.blocks)
         self.counters["unsaved_tokens" if job.failed else "saved_tokens"] += job.tokens
         for chain in job.chains:
-            if job.failed:
+            if (
+                job.failed
+            ):  # what is behind it has no parent, and what is before it may be still on its way: none is kept
                 chain.full = True
-                chain.stores = deque(s for s in chain.stores if s[0] < number)  # what is behind it has no parent
-            else:
-                chain.ended.add(number)
+                chain.stores.clear()
             self._seal(chain)
-            self._settle(chain)
 
     def _seal(self, chain: Chain) -> None:
         """What has arrived is there for others."""
         before = chain.sealed
-        while chain.stores and chain.stores[0][0] in chain.ended:
-            number, chain.sealed = chain.stores.popleft()
-            chain.ended.discard(number)
+        while chain.stores and chain.stores[0][0] not in chain.running:
+            _, chain.sealed = chain.stores.popleft()
         lease = chain.lease
         if chain.sealed > before and lease is not None and self.cache is not None:
             self.cache.seal(lease, chain.sealed * self._page_size)
@@ -329,7 +335,7 @@ class SchedulerSide:
     def _settle(self, chain: Chain) -> None:
         """A chain that is over, with all its copies, ends."""
         lease = chain.lease
-        if not chain.over or chain.stores or chain.load is not None or lease is None:
+        if not chain.over or chain.running or lease is None:
             return
         chain.lease = None
         if self.cache is not None:
@@ -346,7 +352,7 @@ class SchedulerSide:
         chain.full = chain.full or request.status.name == "FINISHED_ERROR"
         pages = min(chain.computed, request.num_tokens) // self._page_size
         blocks = list(block_ids[: pages * self._per_page])
-        if pages > chain.pages and chain.load is None and not chain.full and len(blocks) == pages * self._per_page:
+        if pages > chain.pages and not chain.loading and not chain.full and len(blocks) == pages * self._per_page:
             chain.blocks = blocks
             self._hold(blocks)
             self._late.append(chain)
