@@ -4,25 +4,35 @@ Must not know what becomes of a lease afterwards.  Its callers hold the cache's 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 
 from kvkeep.counting import Counting
-from kvkeep.errors import BadInput, OutOfPages
-from kvkeep.index.media import PageMedia, Placed, cut_before_split_item
+from kvkeep.errors import BadInput, NotReady, OutOfPages
+from kvkeep.index.media import PageMedia, Placed, cut_before_split_item, whole_holes
 from kvkeep.index.names import Identity, Int32s, check_token_range
 from kvkeep.index.runs import Match, RunTree
 from kvkeep.lease import Lease
 from kvkeep.misses import Looked, MissLedger
+from kvkeep.parking import Parking
 from kvkeep.room import Drains, Room
 from kvkeep.storing import Storing
-from kvkeep.tiers.ledger import Ledger
-from kvkeep.traffic import Traffic
+from kvkeep.tiers.ledger import Ledger, page_ids
+from kvkeep.traffic import Suspended, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What an admission would find: `pages` that match, and why it would be refused, or None."""
+
+    pages: int
+    refusal: OutOfPages | None
 
 
 class Admission:
     """Makes the leases of one cache.
 
-    leases: the live ones, which it adds to.   order: what `Gate.wait_on` does.
+    leases: the live ones, which it adds to.   order: what `Gate.wait_on` does.   end: ends a lease.
     """
 
     def __init__(
@@ -37,6 +47,7 @@ class Admission:
         counting: Counting,
         misses: MissLedger | None,
         order: Callable[[Lease, object], None],
+        end: Callable[[Lease], None],
     ) -> None:
         self._tree = tree
         self._ledger = ledger
@@ -48,6 +59,7 @@ class Admission:
         self._counting = counting
         self._misses = misses
         self._order = order
+        self._end = end
         self.numbers = count()
 
     def open(self, identity: Identity, ids: Int32s, limit: int, media: Placed, reuse: bool | None = None) -> Lease:
@@ -57,12 +69,12 @@ class Admission:
         Raises `OutOfPages`, with nothing changed, or `BadInput` for a prompt that could never be admitted.
         """
         length = len(ids)
-        reserve = -(-length // self._page_size)
-        limit = limit if media.storable is None else min(limit, media.storable)
-        if reserve > self._ledger.total:
-            raise BadInput(f"a prompt of {length} tokens needs {reserve} pages, the pool has {self._ledger.total}")
+        reserve = self._pages_of(length)
+        limit = _storable(limit, media)
         raw = ids.data.cast("B")
         (pages, below, name), host_found, declined = self._match(identity, raw, limit, media.by_page)
+        if declined and self._traffic is not None:
+            self._traffic.loads_declined += 1
         on_gpu = len(pages)
         check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
         number = next(self.numbers)
@@ -102,6 +114,27 @@ class Admission:
             self._misses.admitted(number, identity, raw, media.by_page, looked)
         return lease
 
+    def look(self, identity: Identity, ids: Int32s, limit: int, media: Placed) -> Look:
+        """What `open` would find now; changes nothing."""
+        reserve = self._pages_of(len(ids))
+        limit = _storable(limit, media)
+        (pages, below, _), *_ = self._match(identity, ids.data.cast("B"), limit, media.by_page)
+        if below and self._traffic is not None and not self._traffic.takes_load(len(below)):
+            below = below[:0]
+        take = reserve - len(pages)
+        short, idle = take - self._ledger.free, self._ledger.idle
+        if short > idle - len(pages):  # it depends on how many of the idle ones are those that match
+            idle -= sum(map(self._ledger.is_idle, pages))
+        refusal = self._room.out_of_pages(take, short - idle) if 0 < short > idle else None
+        return Look(len(pages) + len(below), refusal)
+
+    def _pages_of(self, length: int) -> int:
+        """Pages of a prompt; `BadInput` when it could never be admitted."""
+        pages = -(-length // self._page_size)
+        if pages > self._ledger.total:
+            raise BadInput(f"a prompt of {length} tokens needs {pages} pages, the pool has {self._ledger.total}")
+        return pages
+
     def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> tuple[Match, int, bool]:
         """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item.
 
@@ -110,9 +143,7 @@ class Admission:
         found = self._tree.match(identity, raw, limit, media)
         below, declined = found.host, False
         if self._traffic is not None and found.host:
-            before = self._traffic.loads_declined
-            below = self._traffic.loadable(found.host)
-            declined = before < self._traffic.loads_declined
+            below, declined = self._traffic.loadable(found.host)
         if media is not None:
             on_gpu = len(found.pages)
             whole = cut_before_split_item(on_gpu + len(below), self._page_size, media)
@@ -120,3 +151,33 @@ class Admission:
                 return self._tree.match(identity, raw, whole, media), 0, False
             below = below[: whole - on_gpu]
         return Match(found.pages, below, found.name), len(found.host), declined
+
+    def resume(self, ticket: Suspended, ids: Int32s, parking: Parking, same_names: bool) -> Lease:
+        """A lease of a suspended request; see `TieredCache.resume`.
+
+        same_names: whether the fingerprint is still that of its names.
+        """
+        size, kv_len = self._page_size, ticket.kv_len
+        parking.check(ticket)
+        limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch and same_names else 0
+        lease = self.open(ticket.identity, ids, limit, ticket.media)
+        lease.store = ticket.store and same_names
+        first = lease.base
+        lost = ticket.lost or (self._traffic is not None and self._traffic.copies.manager.ended)
+        slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
+        if slots:
+            gpu = page_ids(lease.pages[i] for i in slots)
+            if not parking.resume(ticket, page_ids(slots.values()), gpu, lease):
+                self._end(lease)
+                raise NotReady(f"{ticket}: the queue of loads is full")
+        parking.forget(ticket)
+        used = -(-kv_len // size)
+        gone = [i for i in range(first, used) if i not in slots]
+        lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
+        lease.kv_len = kv_len
+        return lease
+
+
+def _storable(limit: int, media: Placed) -> int:
+    """Pages that may match: none from where what is there has no digest."""
+    return limit if media.storable is None else min(limit, media.storable)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from threading import Lock
 
-from kvkeep.admission import Admission
+from kvkeep.admission import Admission, Look
 from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
@@ -21,12 +21,13 @@ from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import NO_MEDIA, MediaItem, check_ends, place_media, whole_holes
+from kvkeep.index.media import NO_MEDIA, MediaItem, Placed, check_ends, place_media
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Hash64,
     Identities,
+    Int32s,
     TokenIds,
     as_int32,
     as_token_ids,
@@ -83,7 +84,6 @@ class TieredCache:
         self.config = config
         self.pool = pool
         self._page_size = config.page_size
-        self._page_nbytes = config.page_size * TOKEN_NBYTES
         self._store_at_seal = config.index_at == "seal"
         self._hash = hash_fn
         self._fingerprint = fingerprint_bytes(fingerprint)
@@ -99,14 +99,13 @@ class TieredCache:
         self.transfers = transfers
         if host is not None and host.pages and transfers is not None:
             self._host = TierMap(host_ledger or Ledger(host.tier_pages), self._order.for_tier(Tier.HOST))
-        self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
+        self._tree = RunTree(self._ledger, self._order, config.page_size * TOKEN_NBYTES, hash_fn, self._host)
         if host is not None and host.pages and transfers is not None:
             parking = parking_ledger or Ledger(host.suspend_pages)
             self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, self._costs, self._end)
         self._leases: dict[int, Lease] = {}
-        self._ghosts: Ghosts | None = None
-        if config.ghosts:
-            self._ghosts = Ghosts(config.page_size, pool.pages, self._host.ledger.total if self._host else 0)
+        sizes = (pool.pages, self._host.ledger.total if self._host is not None else 0)
+        self._ghosts = Ghosts(config.page_size, *sizes) if config.ghosts else None
         self._misses = misses
         if misses is not None:
             watch_tree(self._tree, None, misses)
@@ -115,7 +114,7 @@ class TieredCache:
         self._counting = Counting()
         self._admission = Admission(
             self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
-            self._counting, misses, self._order_behind,
+            self._counting, misses, self._order_behind, self._end,
         )  # fmt: skip
         self._outputs: Outputs | None = None
 
@@ -131,6 +130,8 @@ class TieredCache:
         media: Sequence[MediaItem] = (),
         reuse: bool = True,
         store: bool = True,
+        pages_max: int | None = None,
+        instead_of: Lease | None = None,
     ) -> Lease:
         """Matches a prompt, pins what matched and reserves pages to the end of the prompt: all, or nothing.
 
@@ -138,24 +139,32 @@ class TieredCache:
         salt, adapter, label: requests that differ in one of them share nothing.
         media: the spans of `tokens` that are placeholders.
         reuse, store: opt out of taking pages from the cache, or of leaving pages in it.
+        pages_max: so many pages match at most; never more than `(len(tokens) - 1) // page_size`: one token is computed.
+        instead_of: a live lease of the same prompt, which ends first; together they are counted as one admission.
 
-        At least one token stays to be computed, so at most `(len(tokens) - 1) // page_size` pages match.
         Raises `OutOfPages`, or `BadInput` for input that could never be admitted.
         """
-        ids = as_int32(tokens)
-        length = len(ids)
-        if not length:
-            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-        placed = place_media(media, self._page_size, length) if media else NO_MEDIA
-        limit = (length - 1) // self._page_size if reuse else 0
+        ids, placed, limit = self._prompt(tokens, media, pages_max if reuse else 0)
         with self._lock:
+            if instead_of is not None:
+                self._check_live(instead_of)
+                self._end(instead_of)
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, placed, reuse)
+            lease = self._admission.open(identity, ids, limit, placed, reuse if instead_of is None else None)
             lease.store = store
-            self._counting.admitted(lease)
+            self._counting.admitted(lease, instead_of)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
         return lease
+
+    def look(
+        self, tokens: TokenIds, salt: bytes, adapter: bytes, label: bytes, media: Sequence[MediaItem], reuse: bool
+    ) -> Look:
+        """What `admit` would take from the cache now, and whether it would find room; nothing is held or changed."""
+        ids, placed, limit = self._prompt(tokens, media, None if reuse else 0)
+        with self._lock:
+            identity = self._identities.get(self._fingerprint, salt, adapter, label)
+            return self._admission.look(identity, ids, limit, placed)
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
         """Appends token ids that were sampled, and makes sure that pages exist for them and `room` positions more.
@@ -224,8 +233,7 @@ class TieredCache:
                 self.pool.copy_positions(lease.pages[full], fresh[0], part)
                 sealed, lease.pages[full : full + 1] = lease.pages[full : full + 1], fresh
                 self._release(lease, sealed)
-        lease.length = length
-        lease.kv_len = min(lease.kv_len, length)
+        lease.length, lease.kv_len = length, min(lease.kv_len, length)
 
     def finish(self, lease: Lease, kv_len: int, hint: Hint | None = None) -> None:
         """Ends a request whose first `kv_len` positions hold committed KV: its full pages stay, the rest is free."""
@@ -306,28 +314,11 @@ class TieredCache:
         ids = as_token_ids(tokens)
         if len(ids) < max(ticket.kv_len, 1):
             raise BadInput(f"{len(ids)} tokens to resume {ticket}: it has KV for more")
-        size, kv_len = self._page_size, ticket.kv_len
-        limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch else 0
         with self._lock:
             if self._traffic is None:
                 raise BadInput(f"{ticket} is of another cache: this one has no host memory")
-            self._traffic.parking.check(ticket)
             same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
-            lease = self._admission.open(ticket.identity, ids, limit if same_names else 0, ticket.media)
-            lease.store = ticket.store and same_names
-            first = lease.base
-            lost = ticket.lost or self._traffic.copies.manager.ended
-            slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
-            if slots:
-                gpu = page_ids(lease.pages[i] for i in slots)
-                if not self._traffic.parking.resume(ticket, page_ids(slots.values()), gpu, lease):
-                    self._end(lease)
-                    raise NotReady(f"{ticket}: the queue of loads is full")
-            self._traffic.parking.forget(ticket)
-            used = -(-kv_len // size)
-            gone = [i for i in range(first, used) if i not in slots]
-            lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
-            lease.kv_len = kv_len
+            lease = self._admission.resume(ticket, ids, self._traffic.parking, same_names)
         if self.transfers is not None:
             self.transfers.start()
         return lease
@@ -478,6 +469,15 @@ class TieredCache:
             check_owners(self._ledger, self._host, self._leases.values(), self._traffic)
 
     # ------------------------------------------------------------------ checks and small things
+
+    def _prompt(self, tokens: TokenIds, media: Sequence[MediaItem], most: int | None) -> tuple[Int32s, Placed, int]:
+        """A prompt's ids, its media on pages, and how many pages it may take from the cache."""
+        ids = as_int32(tokens)
+        if not len(ids):
+            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
+        limit = (len(ids) - 1) // self._page_size
+        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
+        return ids, placed, limit if most is None else min(limit, most)
 
     def _name_full_pages(self, lease: Lease, kv_len: int) -> list[int]:
         """Notes `kv_len`; names the pages that it fills and that are not sealed yet, outside the lock.

@@ -24,15 +24,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-matches-the-whole-prompt",
         CACHE,
-        "limit = (length - 1) // self._page_size if reuse else 0",
-        "limit = length // self._page_size if reuse else 0",
+        "limit = (len(ids) - 1) // self._page_size",
+        "limit = len(ids) // self._page_size",
         (CASES + "test_one_token_of_a_prompt_is_left_to_compute",),
     ),
     Bug(
         "cache-matches-what-has-no-digest",
         ADMISSION,
-        "limit = limit if media.storable is None else min(limit, media.storable)",
-        "limit = limit if media.storable is None else max(limit, media.storable)",
+        "return limit if media.storable is None else min(limit, media.storable)",
+        "return limit if media.storable is None else max(limit, media.storable)",
         (ROWS + "test_row_4_what_has_no_digest_is_not_cached_nor_what_follows",),
     ),
     Bug(

@@ -9,6 +9,7 @@ ITEMS = "kvkeep/index/media.py"
 COMPARE = "kvkeep/index/compare.py"
 TRAFFIC = "kvkeep/traffic.py"
 CACHE = "kvkeep/cache.py"
+ADMISSION = "kvkeep/admission.py"
 LEASE = "kvkeep/lease.py"
 
 CANONICAL = "kvkeep/media/canonical.py"
@@ -72,7 +73,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "unit-holes-computed-page-by-page",
-        CACHE,
+        ADMISSION,
         "lease.holes = whole_holes(",
         "lease.holes = (lambda holes, units: holes)(",
         (UNIT_TESTS + "test_a_unit_of_which_a_part_is_gone_is_computed_as_one",),

@@ -347,8 +347,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "parking-asks-a-dead-engine-for-ever",
-        CACHE,
-        "lost = ticket.lost or self._traffic.copies.manager.ended",
+        ADMISSION,
+        "lost = ticket.lost or (self._traffic is not None and self._traffic.copies.manager.ended)",
         "lost = ticket.lost",
         (FAULTS + "test_a_backend_that_dies_takes_its_tier_with_it",),
     ),
