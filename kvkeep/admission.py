@@ -4,6 +4,7 @@ Must not know what becomes of a lease afterwards.  Its callers hold the cache's 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 
 from kvkeep.counting import Counting
@@ -18,6 +19,14 @@ from kvkeep.room import Drains, Room
 from kvkeep.storing import Storing
 from kvkeep.tiers.ledger import Ledger, page_ids
 from kvkeep.traffic import Suspended, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What an admission would find: `pages` that match, and why it would be refused, or None."""
+
+    pages: int
+    refusal: OutOfPages | None
 
 
 class Admission:
@@ -53,12 +62,6 @@ class Admission:
         self._end = end
         self.numbers = count()
 
-    def look_up(self, identity: Identity, ids: Int32s, limit: int, media: Placed) -> int:
-        """Positions that `open` would match now; changes nothing."""
-        limit = _nameable(limit, media)
-        (pages, below, _), *_ = self._match(identity, ids.data.cast("B"), limit, media.by_page)
-        return (len(pages) + len(below)) * self._page_size
-
     def open(
         self,
         identity: Identity,
@@ -76,12 +79,12 @@ class Admission:
         Raises `OutOfPages`, with nothing changed, or `BadInput` for a prompt that could never be admitted.
         """
         length = len(ids)
-        need = -(-length // self._page_size)
-        limit = _nameable(limit, media)
-        if reserve and need > self._ledger.total:
-            raise BadInput(f"a prompt of {length} tokens needs {need} pages, the pool has {self._ledger.total}")
+        need = self._pages_of(length)
+        limit = _storable(limit, media)
         raw = ids.data.cast("B")
         (pages, below, name), host_found, declined = self._match(identity, raw, limit, media.by_page)
+        if declined and self._traffic is not None:
+            self._traffic.loads_declined += 1
         on_gpu = len(pages)
         check_token_range(ids[on_gpu * self._page_size :], on_gpu * self._page_size)
         number = next(self.numbers)
@@ -124,6 +127,27 @@ class Admission:
             self._misses.admitted(number, identity, raw, media.by_page, looked)
         return lease
 
+    def look(self, identity: Identity, ids: Int32s, limit: int, media: Placed) -> Look:
+        """What `open` would find now; changes nothing."""
+        reserve = self._pages_of(len(ids))
+        limit = _storable(limit, media)
+        (pages, below, _), *_ = self._match(identity, ids.data.cast("B"), limit, media.by_page)
+        if below and self._traffic is not None and not self._traffic.takes_load(len(below)):
+            below = below[:0]
+        take = reserve - len(pages)
+        short, idle = take - self._ledger.free, self._ledger.idle
+        if short > idle - len(pages):  # it depends on how many of the idle ones are those that match
+            idle -= sum(map(self._ledger.is_idle, pages))
+        refusal = self._room.out_of_pages(take, short - idle) if 0 < short > idle else None
+        return Look(len(pages) + len(below), refusal)
+
+    def _pages_of(self, length: int) -> int:
+        """Pages of a prompt; `BadInput` when it could never be admitted."""
+        pages = -(-length // self._page_size)
+        if pages > self._ledger.total:
+            raise BadInput(f"a prompt of {length} tokens needs {pages} pages, the pool has {self._ledger.total}")
+        return pages
+
     def _match(self, identity: Identity, raw: memoryview, limit: int, media: PageMedia) -> tuple[Match, int, bool]:
         """What of a prompt is on the GPU, or in host memory with its bytes there, never ending inside a whole item.
 
@@ -132,9 +156,7 @@ class Admission:
         found = self._tree.match(identity, raw, limit, media)
         below, declined = found.host, False
         if self._traffic is not None and found.host:
-            before = self._traffic.loads_declined
-            below = self._traffic.loadable(found.host)
-            declined = before < self._traffic.loads_declined
+            below, declined = self._traffic.loadable(found.host)
         if media is not None:
             on_gpu = len(found.pages)
             whole = cut_before_split_item(on_gpu + len(below), self._page_size, media)
@@ -169,6 +191,6 @@ class Admission:
         return lease
 
 
-def _nameable(limit: int, media: Placed) -> int:
-    """`limit` pages, or as many as can be named."""
+def _storable(limit: int, media: Placed) -> int:
+    """Pages that may match: none from where what is there has no digest."""
     return limit if media.storable is None else min(limit, media.storable)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from threading import Lock
 
-from kvkeep.admission import Admission
+from kvkeep.admission import Admission, Look
 from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
@@ -21,12 +21,13 @@ from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import NO_MEDIA, MediaItem, check_ends, place_media
+from kvkeep.index.media import NO_MEDIA, MediaItem, Placed, check_ends, place_media
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Hash64,
     Identities,
+    Int32s,
     TokenIds,
     as_int32,
     as_token_ids,
@@ -83,7 +84,6 @@ class TieredCache:
         self.config = config
         self.pool = pool
         self._page_size = config.page_size
-        self._page_nbytes = config.page_size * TOKEN_NBYTES
         self._store_at_seal = config.index_at == "seal"
         self._hash = hash_fn
         self._fingerprint = fingerprint_bytes(fingerprint)
@@ -99,14 +99,13 @@ class TieredCache:
         self.transfers = transfers
         if host is not None and host.pages and transfers is not None:
             self._host = TierMap(host_ledger or Ledger(host.tier_pages), self._order.for_tier(Tier.HOST))
-        self._tree = RunTree(self._ledger, self._order, self._page_nbytes, hash_fn, self._host)
+        self._tree = RunTree(self._ledger, self._order, config.page_size * TOKEN_NBYTES, hash_fn, self._host)
         if host is not None and host.pages and transfers is not None:
             parking = parking_ledger or Ledger(host.suspend_pages)
             self._traffic = Traffic(self._tree, transfers, parking, host.tier_pages, self._costs, self._end)
         self._leases: dict[int, Lease] = {}
-        self._ghosts: Ghosts | None = None
-        if config.ghosts:
-            self._ghosts = Ghosts(config.page_size, pool.pages, self._host.ledger.total if self._host else 0)
+        sizes = (pool.pages, self._host.ledger.total if self._host is not None else 0)
+        self._ghosts = Ghosts(config.page_size, *sizes) if config.ghosts else None
         self._misses = misses
         if misses is not None:
             watch_tree(self._tree, None, misses)
@@ -132,42 +131,41 @@ class TieredCache:
         reuse: bool = True,
         store: bool = True,
         reserve: bool = True,
+        pages_max: int | None = None,
+        instead_of: Lease | None = None,
     ) -> Lease:
         """Matches a prompt, pins what matched and reserves pages to the end of the prompt: all, or nothing.
 
-        tokens: the prompt's token ids, one or more (see `TokenIds`).
+        tokens: the prompt's token ids, one or more (see `TokenIds`).   media: their spans that are placeholders.
         salt, adapter, label: requests that differ in one of them share nothing.
-        media: the spans of `tokens` that are placeholders.
         reuse, store: opt out of taking pages from the cache, or of leaving pages in it.
         reserve: False: the lease is what matched; `extend` appends the rest, and takes its pages, as it comes.
+        pages_max: so many pages match at most; never more than `(len(tokens) - 1) // page_size`: one token is computed.
+        instead_of: a live lease of the same prompt, which ends first; together they are counted as one admission.
 
-        At least one token stays to be computed, so at most `(len(tokens) - 1) // page_size` pages match.
         Raises `OutOfPages`, or `BadInput` for input that could never be admitted.
         """
-        ids = as_int32(tokens)
-        length = len(ids)
-        if not length:
-            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-        placed = place_media(media, self._page_size, length) if media else NO_MEDIA
-        limit = (length - 1) // self._page_size if reuse else 0
+        ids, placed, limit = self._prompt(tokens, media, pages_max if reuse else 0)
         with self._lock:
+            if instead_of is not None:
+                self._check_live(instead_of)
+                self._end(instead_of)
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, placed, reuse, reserve=reserve)
+            lease = self._admission.open(identity, ids, limit, placed, None if instead_of else reuse, reserve=reserve)
             lease.store = store
-            self._counting.admitted(lease)
+            self._counting.admitted(lease, instead_of)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
         return lease
 
-    def look_up(
-        self, tokens: TokenIds, *, salt: bytes = b"", adapter: bytes = b"", media: Sequence[MediaItem] = ()
-    ) -> int:
-        """Positions of a prompt that `admit` would take from the cache now; nothing is pinned or changed."""
-        ids = as_int32(tokens)
-        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
+    def look(
+        self, tokens: TokenIds, salt: bytes, adapter: bytes, label: bytes, media: Sequence[MediaItem], reuse: bool
+    ) -> Look:
+        """What `admit` would take from the cache now, and whether it would find room; nothing is held or changed."""
+        ids, placed, limit = self._prompt(tokens, media, None if reuse else 0)
         with self._lock:
-            identity = self._identities.get(self._fingerprint, salt, adapter, b"")
-            return self._admission.look_up(identity, ids, max(0, len(ids) - 1) // self._page_size, placed)
+            identity = self._identities.get(self._fingerprint, salt, adapter, label)
+            return self._admission.look(identity, ids, limit, placed)
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
         """Appends token ids that were sampled, and makes sure that pages exist for them and `room` positions more.
@@ -236,8 +234,7 @@ class TieredCache:
                 self.pool.copy_positions(lease.pages[full], fresh[0], part)
                 sealed, lease.pages[full : full + 1] = lease.pages[full : full + 1], fresh
                 self._release(lease, sealed)
-        lease.length = length
-        lease.kv_len = min(lease.kv_len, length)
+        lease.length, lease.kv_len = length, min(lease.kv_len, length)
 
     def finish(self, lease: Lease, kv_len: int, hint: Hint | None = None) -> None:
         """Ends a request whose first `kv_len` positions hold committed KV: its full pages stay, the rest is free."""
@@ -425,9 +422,8 @@ class TieredCache:
 
     def set_fingerprint(self, fingerprint: Fingerprint | bytes) -> ResetReport:
         """New weights, dtype or layout: every old name is unmatchable from now on, as after `reset`."""
-        new = fingerprint_bytes(fingerprint)
         with self._lock:
-            self._fingerprint = new
+            self._fingerprint = fingerprint_bytes(fingerprint)
             self._identities.clear()
             return self._reset()
 
@@ -473,6 +469,15 @@ class TieredCache:
             check_owners(self._ledger, self._host, self._leases.values(), self._traffic)
 
     # ------------------------------------------------------------------ checks and small things
+
+    def _prompt(self, tokens: TokenIds, media: Sequence[MediaItem], most: int | None) -> tuple[Int32s, Placed, int]:
+        """A prompt's ids, its media on pages, and how many pages it may take from the cache."""
+        ids = as_int32(tokens)
+        if not len(ids):
+            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
+        limit = (len(ids) - 1) // self._page_size
+        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
+        return ids, placed, limit if most is None else min(limit, most)
 
     def _name_full_pages(self, lease: Lease, kv_len: int) -> list[int]:
         """Notes `kv_len`; names the pages that it fills and that are not sealed yet, outside the lock.

@@ -65,13 +65,19 @@ class Traffic:
 
     # ------------------------------------------------------------------ loads
 
-    def loadable(self, host: "array[int]") -> "array[int]":
-        """The leading pages of `host` whose bytes are there, if loading them is faster than computing them again."""
+    def loadable(self, host: "array[int]") -> tuple["array[int]", bool]:
+        """The leading pages of `host` whose bytes are there, if loading them is faster than computing them again.
+
+        And whether it is not.
+        """
         host = host[: self._host.ready_head(host)]
         if self.costs.worth_loading(len(host), self._queued):
-            return host
-        self.loads_declined += 1
-        return host[:0]
+            return host, False
+        return host[:0], True
+
+    def takes_load(self, pages: int) -> bool:
+        """Whether a load of so many pages would be made now."""
+        return self._manager.takes_load(pages)
 
     def worth_loading(self, host: "array[int]", seconds: float) -> bool:
         """Whether the bytes of an output are there, and loading them is faster than the `seconds` of computing it.

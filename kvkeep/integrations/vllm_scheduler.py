@@ -3,7 +3,7 @@
 Must not import vLLM, nor touch a byte.  vLLM owns its blocks and finds prefixes in them first; this finds what the tier
 has behind them, with the index, ledger and eviction order of `TieredCache` over the pages of the tier.
 
-    get_num_new_matched_tokens  look_up    nothing is pinned: vLLM may ask again
+    get_num_new_matched_tokens  look       nothing is pinned: vLLM may ask again
     update_state_after_alloc    admit      what matched is pinned, and a load is planned
     build_connector_meta        extend     pages that this step fills are stored after it
     update_connector_output     seal       what has arrived on every rank is visible; blocks are let go
@@ -161,7 +161,8 @@ class SchedulerSide:
             return 0
         chain.local = computed
         salt, adapter, media, _ = chain.identity
-        return max(0, self.cache.look_up(chain.known(), salt=salt, adapter=adapter, media=media) - computed)
+        found = self.cache.look(chain.known(), salt, adapter, b"", media, True)
+        return max(0, found.pages * self._page_size - computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """vLLM has given the request `blocks`; `external` positions of them are to be loaded."""

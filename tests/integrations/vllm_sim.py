@@ -147,7 +147,8 @@ class Sim:
         )
         kv_config = KVCacheConfig(shape.blocks, [placed], [KVCacheGroupSpec(list(LAYERS), spec)])
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(shape.ranks)]
-        self.workers, self.backends = [], []
+        self.workers: list[Any] = []
+        self.backends: list[SimulatedBackend] = []
         for rank, raw in enumerate(self.memory):
             worker = KvkeepConnector(config, KVConnectorRole.WORKER, kv_config)
             caches = dict.fromkeys(LAYERS, raw)
@@ -186,8 +187,9 @@ class Sim:
     def _backend(self, seed: int) -> Any:
         def make(real: Any, device: Any, host: Any) -> SimulatedBackend:
             real.close(5.0)
-            self.backends.append(SimulatedBackend(device, host, seed=seed, fail_rate=self.shape.fail_rate))
-            return self.backends[-1]
+            backend = SimulatedBackend(device, host, seed=seed, fail_rate=self.shape.fail_rate)
+            self.backends.append(backend)
+            return backend
 
         return make
 

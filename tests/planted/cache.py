@@ -24,8 +24,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-matches-the-whole-prompt",
         CACHE,
-        "limit = (length - 1) // self._page_size if reuse else 0",
-        "limit = length // self._page_size if reuse else 0",
+        "limit = (len(ids) - 1) // self._page_size",
+        "limit = len(ids) // self._page_size",
         (CASES + "test_one_token_of_a_prompt_is_left_to_compute",),
     ),
     Bug(

@@ -10,6 +10,7 @@ COMPARE = "kvkeep/index/compare.py"
 TRAFFIC = "kvkeep/traffic.py"
 ADMISSION = "kvkeep/admission.py"
 CACHE = "kvkeep/cache.py"
+ADMISSION = "kvkeep/admission.py"
 LEASE = "kvkeep/lease.py"
 
 CANONICAL = "kvkeep/media/canonical.py"
