@@ -55,7 +55,7 @@ class KvkeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker_numbers: dict[str, float] = {}
         if role == KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"  # the default fails the request
-            events = vllm_config.kv_events_config
+            events, drafts = vllm_config.kv_events_config, vllm_config.speculative_config
             self._scheduler = SchedulerSide(
                 block_tokens=self._block_tokens,
                 blocks_per_page=self._settings.blocks_per_page,
@@ -63,6 +63,7 @@ class KvkeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 ranks=self._ranks,
                 fingerprint=_fingerprint(vllm_config),
                 whole_media=bool(vllm_config.model_config.is_mm_prefix_lm),
+                looks_ahead=drafts is not None and bool(drafts.use_eagle()),
                 events=events is not None and events.enable_kv_cache_events,
             )
 

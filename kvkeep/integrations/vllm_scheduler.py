@@ -94,6 +94,8 @@ class SchedulerSide:
 
     block_tokens: positions of a block.   ranks: workers that copy each its own bytes of a block.
     fingerprint: what KV bytes depend on besides tokens.   whole_media: see `identify`.
+    looks_ahead: a draft model's KV of a position depends on the next token too, so that the last page of a match may be
+        another prefix's: it is not used, as vLLM does not use its own last block then.
     events: whether somebody follows what the tier holds.
     """
 
@@ -106,6 +108,7 @@ class SchedulerSide:
         ranks: int,
         fingerprint: bytes,
         whole_media: bool,
+        looks_ahead: bool,
         events: bool,
     ) -> None:
         self._block_tokens = block_tokens
@@ -115,6 +118,7 @@ class SchedulerSide:
         self._ranks = ranks
         self._fingerprint = fingerprint
         self._whole_media = whole_media
+        self._looks_ahead = looks_ahead
         self.events = EventLog(self._block_tokens, blocks_per_page) if events else None
         self.cache: TieredCache | None = None
         self._pool: Blocks | None = None
@@ -162,7 +166,7 @@ class SchedulerSide:
         chain.local = computed
         salt, adapter, media, _ = chain.identity
         found = self.cache.look(chain.known(), salt, adapter, b"", media, True)
-        return max(0, found.pages * self._page_size - computed)
+        return max(0, (found.pages - self._looks_ahead) * self._page_size - computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """vLLM has given the request `blocks`; `external` positions of them are to be loaded."""

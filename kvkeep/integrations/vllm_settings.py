@@ -102,9 +102,14 @@ def check_engine(config: Any, kv_cache_config: Any) -> int:
             "are served (add --disable-hybrid-kv-cache-manager for those with some sliding windows)"
         )
     spec = groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise BadInput(f"the model's KV layers are {kind}: only those of full attention and of MLA are served")
+    for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():  # one spec a layer where they differ in size
+        kind = type(layer).__name__
+        if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+            raise BadInput(f"the model's KV layers are {kind}: only those of full attention and of MLA are served")
+        if str(layer.dtype).removeprefix("torch.") not in KV_DTYPES:
+            raise BadInput(
+                f"the model's KV is {layer.dtype}: only {', '.join(KV_DTYPES[1:])} are known to come back bit for bit"
+            )
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise BadInput("HiSparse keeps blocks in host memory itself: switch it off to use kvkeep")
     return int(spec.block_size)

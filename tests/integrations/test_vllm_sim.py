@@ -4,6 +4,7 @@ Must not know how the connector decides; see `vllm_sim.py` for what is real.
 """
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,21 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed in this environment: run `make test-vllm`")
 
 from bench._vllm_models import tiny_directory
+from kvkeep.transfer.simulated import When
 from tests.integrations.vllm_sim import MODEL_LEN, Shape, Sim, make_config
 
-CACHE = Path(__file__).parents[2] / ".cache"
+MODELS = Path(sys.prefix) / "models"
 
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    return make_config(tiny_directory(CACHE))
+    return make_config(tiny_directory(MODELS))
 
 
 SHAPES = {
     "plain": Shape(),
     "asynchronous": Shape(asynchronous=True),
-    "two-ranks": Shape(ranks=2),
+    "two-ranks": Shape(ranks=2, part=2),
     "pages-of-two-blocks": Shape(per_page=2, tier_pages=24, block_outermost=True),
     "small-tier": Shape(tier_pages=17, asynchronous=True),
     "failing": Shape(fail_rate=0.1),
@@ -81,6 +83,70 @@ def test_no_request_reads_another_ones_bytes(config: Any, shape: str, seed: int)
     drive(sim, seed, 60)
     assert sim.numbers["loaded_tokens"] > 0 and sim.numbers["saved_tokens"] > 0
     assert sim.numbers["checked_blocks"] > 0
+
+
+def test_what_another_request_is_storing_is_not_stored_again(config: Any) -> None:
+    """Of requests in flight with one beginning, the first stores it; the others find it in vLLM's blocks meanwhile."""
+    sim = Sim(config, 3, Shape(blocks=64))
+    for backend in sim.backends:
+        backend._when = When.LATE
+    prompt = list(range(160))
+    sim.add(prompt + [7], 40)
+    for _ in range(3):
+        sim.step()
+    for i in range(6):
+        sim.add(prompt + [i], 2)
+    sim.run()
+    sim.check_idle()
+    shared, own = (
+        10,
+        2 + 6,
+    )  # blocks of the prompt; those that its first request's text fills, and one of the others' each
+    assert sim.numbers["saved_tokens"] / 16 <= shared + own
+
+
+def test_an_abort_while_its_load_runs_leaves_the_pages_to_the_load(config: Any) -> None:
+    sim = Sim(config, 4, Shape(blocks=14))
+    first = sim.add(list(range(180)), 2)
+    sim.run()
+    sim.add(list(range(500, 680)), 2)  # vLLM's blocks hold another prompt now
+    sim.run()
+    assert sim.finished[first] == "length" or sim.finished[first]
+    again = sim.add(list(range(180)), 2)
+    sim.step()
+    assert any(chain.loading for chain in sim.side._chains.values())
+    sim.abort(again)
+    for i in range(30):  # others want pages of the tier, and blocks
+        sim.add([i * 37 % 1000, *range(100)], 1)
+    sim.run()
+    sim.check_idle()
+
+
+def test_requests_that_are_preempted_find_their_pages(config: Any) -> None:
+    """vLLM takes blocks from requests in the middle: what they had stored is loaded when they go on."""
+    sim = Sim(config, 6, Shape(blocks=26, tier_pages=200))
+    names = [sim.add([i, *range(90)], 60) for i in range(5)]
+    sim.run()
+    assert sum(sim.preempted.values()) > 0
+    assert sim.numbers["loaded_tokens"] > 0
+    assert all(len(sim.texts[name]) == 60 for name in names)
+    sim.check_idle()
+
+
+def test_a_worker_that_dies_ends_the_tier_and_no_request(config: Any) -> None:
+    sim = Sim(config, 7, Shape(blocks=30))
+    traffic = Traffic(sim, 7)
+    for _ in range(20):
+        traffic.ask()
+        sim.step()
+    sim.backends[0].die()
+    for _ in range(10):
+        traffic.ask()
+        sim.step()
+    sim.run()
+    assert sim.side.cache is None and not sim.side.busy
+    assert not sim.scheduler.requests and sim.scheduler.kv_cache_manager.usage == 0.0
+    sim.check_texts()
 
 
 def test_resets_in_the_middle_of_everything(config: Any) -> None:

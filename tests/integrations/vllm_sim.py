@@ -96,6 +96,7 @@ class Shape:
     """What differs between simulations.
 
     asynchronous: two steps in flight, and the second is scheduled before the first has run.
+    part: blocks of a part of a store.
     """
 
     ranks: int = 1
@@ -109,6 +110,7 @@ class Shape:
     fail_rate: float = 0.0
     budget: int = 96
     running: int = 8
+    part: int = 1000
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,6 +157,7 @@ class Sim:
             regions = regions_of(caches, kv_config.kv_cache_tensors, kv_config.num_blocks)
             made = self._backend(seed * 31 + rank)
             worker._worker = WorkerSide(worker._settings, shape.ranks, regions, made)
+            worker._worker._part = shape.part
             self.workers.append(worker)
         kind = AsyncScheduler if shape.asynchronous else Scheduler
         config.scheduler_config.async_scheduling = shape.asynchronous
@@ -176,6 +179,8 @@ class Sim:
         self._aggregator = KVOutputAggregator(shape.ranks)
         self._pending: list[Step] = []
         self.expected: dict[str, list[int]] = {}
+        self.prompt_len: dict[str, int] = {}
+        self.preempted: dict[str, int] = {}
         self._kv: dict[str, Kv] = {}
         self.texts: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -202,6 +207,7 @@ class Sim:
         params = SamplingParams(temperature=0.0, max_tokens=say, ignore_eos=True)
         request = Request(name, list(prompt), params, None, block_hasher=self._hasher, **kwargs)
         self.expected[name] = continued(prompt, say)
+        self.prompt_len[name] = len(prompt)
         self._kv[name] = kv_of(self.expected[name])
         self.texts[name] = []
         self.scheduler.add_request(request)
@@ -261,6 +267,7 @@ class Sim:
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         requests = {name: self.scheduler.requests[name] for name in names}
+        self.preempted.update((name, request.num_preemptions) for name, request in requests.items())
         computed = {name: r.num_computed_tokens - output.num_scheduled_tokens[name] for name, r in requests.items()}
         sampling = {name: not r.is_prefill_chunk for name, r in requests.items()}
         blocks = {name: self.scheduler.kv_cache_manager.get_block_ids(name)[0] for name in names}
@@ -304,14 +311,17 @@ class Sim:
 
     # ------------------------------------------------------------------ at the end
 
-    def check_idle(self) -> None:
-        """Every request has said its tokens, and everybody has let go of everything."""
+    def check_texts(self) -> None:
+        """Every request that was not aborted has said its tokens."""
+        assert not self.live
         for name, how in self.finished.items():
             said = self.texts[name]
-            prompt = len(self.expected[name]) - len(said)
-            if how != "aborted":
-                assert said == self.expected[name][prompt:], name
-        assert not self.live and not self.scheduler.requests
+            assert how == "aborted" or said == self.expected[name][self.prompt_len[name] :], name
+
+    def check_idle(self) -> None:
+        """Every request has said its tokens, and everybody has let go of everything."""
+        self.check_texts()
+        assert not self.scheduler.requests
         side, cache = self.side, self.side.cache
         assert not side.busy and not side.holds_blocks and not side._chains and not side._late
         assert self.scheduler.kv_cache_manager.usage == 0.0
