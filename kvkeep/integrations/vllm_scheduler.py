@@ -319,9 +319,7 @@ class SchedulerSide:
         self._let_go(job.blocks)
         self.counters["unsaved_tokens" if job.failed else "saved_tokens"] += job.tokens
         for chain in job.chains:
-            if (
-                job.failed
-            ):  # what is behind it has no parent, and what is before it may be still on its way: none is kept
+            if job.failed:  # what is behind it has no parent; what is before it may be on its way yet
                 chain.full = True
                 chain.stores.clear()
             self._seal(chain)

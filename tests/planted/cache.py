@@ -172,10 +172,10 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-new-weights-under-the-old-identity",
         CACHE,
-        """            self._fingerprint = new
+        """            self._fingerprint = fingerprint_bytes(fingerprint)
             self._identities.clear()
 """,
-        """            self._fingerprint = new
+        """            self._fingerprint = fingerprint_bytes(fingerprint)
 """,
         (ROWS + "test_row_14_new_weights_make_every_old_page_unmatchable_at_once",),
     ),
