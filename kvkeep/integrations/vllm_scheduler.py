@@ -51,12 +51,12 @@ class Chain:
 
     lease: None until there is something to load or to store.   pages: of the tier, stored or on their way there.
     stores: its stores whose pages are not sealed yet, (job, pages that are there when it is over), in order.
-    running: jobs that copy from or to its pages.   loading: one of them is a load.
+    running: jobs that copy from or to its pages.
     computed: positions that hold KV after the last step.   over: vLLM has finished it.   full: it stores nothing more.
     """
 
     __slots__ = (
-        "blocks", "computed", "full", "identity", "lease", "loading", "local", "over", "pages", "request", "running",
+        "blocks", "computed", "full", "identity", "lease", "local", "over", "pages", "request", "running",
         "sealed", "stores", "tokens",
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ class Chain:
         self.pages = self.sealed = self.computed = self.local = 0
         self.stores: deque[tuple[int, int]] = deque()
         self.running: set[int] = set()
-        self.loading = self.over = self.full = False
+        self.over = self.full = False
         self.blocks: list[int] = []  # held from its end until they can be stored
 
     def known(self) -> "array[int]":
@@ -186,7 +186,6 @@ class SchedulerSide:
         slots = array("i", (pages * self._per_page + at % self._per_page).astype(np.int32).tobytes())
         targets = array("i", blocks[first:last])
         job = self._start([chain], [], load=True, tokens=external)
-        chain.loading = True
         self._loads.append((job, request.request_id, slots, targets))
 
     def _open(self, chain: Chain) -> Lease:
@@ -307,7 +306,6 @@ class SchedulerSide:
 
     def _loaded(self, job: Job) -> None:
         chain = job.chains[0]
-        chain.loading = False
         self.counters["lost_tokens" if job.failed else "loaded_tokens"] += job.tokens
         if job.failed and self.cache is not None:
             log.warning("kvkeep: a load of %d tokens failed: the tier is emptied, they are computed", job.tokens)
@@ -355,7 +353,7 @@ class SchedulerSide:
         chain.full = chain.full or request.status.name == "FINISHED_ERROR"
         pages = min(chain.computed, request.num_tokens) // self._page_size
         blocks = list(block_ids[: pages * self._per_page])
-        if pages > chain.pages and not chain.loading and not chain.full and len(blocks) == pages * self._per_page:
+        if pages > chain.pages and not chain.full and len(blocks) == pages * self._per_page:
             chain.blocks = blocks
             self._hold(blocks)
             self._late.append(chain)

@@ -105,6 +105,42 @@ def test_what_another_request_is_storing_is_not_stored_again(config: Any) -> Non
     assert sim.numbers["saved_tokens"] / 16 <= shared + own
 
 
+def test_a_store_that_fails_is_not_found_and_one_before_it_is(config: Any) -> None:
+    """A prompt is stored by two steps; the first arrives, the second does not, while the first is over."""
+    sim = Sim(config, 8, Shape(blocks=14))
+    backend = sim.backends[0]
+    sim.moving = False
+    prompt = list(range(170))
+    sim.add(prompt, 1)
+    while len(backend.jobs) < 2:
+        sim.step()
+    before, behind = backend.jobs
+    while before in backend.jobs:
+        backend.step(before)
+    sim.step()
+    backend.fail(behind)
+    sim.moving = True
+    sim.run()
+    sim.add(list(range(500, 670)), 2)  # vLLM's blocks hold another prompt now
+    sim.run()
+    again = sim.add(prompt, 2)
+    sim.run()
+    assert sim.cached[again] == len(before.plan) * 16 == 96
+    sim.check_idle()
+
+
+def test_another_salt_finds_nothing(config: Any) -> None:
+    sim = Sim(config, 9, Shape(blocks=14))
+    found = []
+    for salt in ("one", "one", "other", None, None):
+        name = sim.add(list(range(170)), 2, cache_salt=salt)
+        sim.run()
+        found.append(sim.cached[name])
+        sim.add(list(range(500, 670)), 2)
+        sim.run()
+    assert found == [0, 160, 0, 0, 160]
+
+
 def test_an_abort_while_its_load_runs_leaves_the_pages_to_the_load(config: Any) -> None:
     sim = Sim(config, 4, Shape(blocks=14))
     first = sim.add(list(range(180)), 2)
@@ -114,7 +150,7 @@ def test_an_abort_while_its_load_runs_leaves_the_pages_to_the_load(config: Any) 
     assert sim.finished[first] == "length" or sim.finished[first]
     again = sim.add(list(range(180)), 2)
     sim.step()
-    assert any(chain.loading for chain in sim.side._chains.values())
+    assert any(job.load for job in sim.side._jobs.values())
     sim.abort(again)
     for i in range(30):  # others want pages of the tier, and blocks
         sim.add([i * 37 % 1000, *range(100)], 1)

@@ -188,6 +188,7 @@ class Sim:
         self.numbers: dict[str, float] = {}
         self.gauges: dict[str, float] = {}
         self._count = 0
+        self.moving = True  # whether copies go on by themselves
 
     def _backend(self, seed: int) -> Any:
         def make(real: Any, device: Any, host: Any) -> SimulatedBackend:
@@ -247,7 +248,7 @@ class Sim:
             if of_client.scheduler_stats is not None and of_client.scheduler_stats.kv_connector_stats:
                 self._take(of_client.scheduler_stats.kv_connector_stats)
         for backend in self.backends:
-            for _ in range(self.random.randrange(6)):
+            for _ in range(self.random.randrange(6) if self.moving else 0):
                 backend.step()
         return True
 

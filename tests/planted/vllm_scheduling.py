@@ -35,7 +35,7 @@ BUGS = (
         SCHEDULER,
         "while chain.stores and chain.stores[0][0] not in chain.running:",
         "while chain.stores:",
-        BYTES + "[0-plain]",
+        SIM + "test_a_store_that_fails_is_not_found_and_one_before_it_is",
     ),
     in_sim(
         "vllm-stores-tokens-that-are-not-known",
@@ -63,8 +63,7 @@ BUGS = (
         SCHEDULER,
         "            if job.failed:  # what",
         "            if not job:  # what",
-        BYTES + "[0-failing]",
-        BYTES + "[1-failing]",
+        SIM + "test_a_store_that_fails_is_not_found_and_one_before_it_is",
     ),
     in_sim(
         "vllm-stores-what-another-request-is-storing",
@@ -99,16 +98,7 @@ BUGS = (
         SCHEDULER,
         "lease = self.cache.admit(chain.known(), salt=salt, adapter=adapter, media=media, reserve=False)",
         "lease = self.cache.admit(chain.known(), adapter=adapter, media=media, reserve=False)",
-        BYTES + "[0-plain]",
-        BYTES + "[1-plain]",
-    ),
-    in_sim(
-        "vllm-stores-while-the-load-runs",
-        SCHEDULER,
-        "if pages > chain.pages and not chain.loading and not chain.full",
-        "if pages >= chain.pages and not chain.full",
-        SIM + "test_an_abort_while_its_load_runs_leaves_the_pages_to_the_load",
-        BYTES + "[0-plain]",
+        SIM + "test_another_salt_finds_nothing",
     ),
     in_sim(
         "vllm-goes-on-without-a-worker",
