@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -28,7 +29,7 @@ TINY_SEED = 20251
 #: up a function of its last token, and wrong KV would not show in any.
 TINY_STD = 0.3
 #: What vLLM's attention on a CPU takes: heads of 32.   positions: enough for a few pages of 128.
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -101,8 +102,8 @@ def _write_tiny(directory: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(TINY_SEED)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    _save(model, source, directory)
+        model = LlamaForCausalLM(config)
+    _save(torch.nn.Module.to(model, torch.bfloat16), source, directory)
 
 
 def _save(model: LlamaForCausalLM, source: GgufFile, directory: Path) -> None:
@@ -112,8 +113,10 @@ def _save(model: LlamaForCausalLM, source: GgufFile, directory: Path) -> None:
     tokenizer = source.tokenizer()
     if not isinstance(tokenizer, Tokenizer):
         raise BadInput(f"{source.path} holds no byte-level tokenizer")
-    ends = model.config.eos_token_id
-    eos = tokenizer.id_to_token(ends[0] if isinstance(ends, list) else int(ends))
+    end = source.config()["eos_token_id"]
+    if end is None:
+        raise BadInput(f"{source.path} does not say which token ends a text")
+    eos = tokenizer.id_to_token(int(end))
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=eos)
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(directory)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ WARM_UP_TOKENS = 700
 WARM_UP_SEED = 77
 LMCACHE_PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
 
+CONNECTOR = Path("kvkeep") / "integrations" / "vllm.py"
+
 #: Raise it when a pass measures otherwise: files of older passes are then not taken for new ones.
 RECIPE = 1
 
@@ -41,6 +43,7 @@ class Configuration:
 
     space: vLLM's KV space as a share of the working set; above 1 for ample space.
     tier: the CPU tier as a share of the working set; 0 for none.
+    kind: vllm, kvkeep or lmcache.   eviction, extra: options of kvkeep's connector.
     """
 
     name: str
@@ -49,8 +52,10 @@ class Configuration:
     tier: float = 0.0
     kind: str = "vllm"
     eviction: str = ""
+    extra: tuple[tuple[str, Any], ...] = ()
 
 
+CHECKED = (("check_copies", True),)
 QUARTER = 0.25
 CONFIGURATIONS = {
     made.name: made
@@ -60,10 +65,23 @@ CONFIGURATIONS = {
         Configuration("quarter", "vLLM, KV space for a quarter of it", QUARTER),
         Configuration("kvkeep", "a quarter, and kvkeep's tier for all of it", QUARTER, TIER_ROOM, "kvkeep", "rhythm"),
         Configuration("lmcache", "a quarter, and LMCache's server for all of it", QUARTER, TIER_ROOM, "lmcache"),
+        Configuration(
+            "kvkeep-checked", "the same, every loaded byte compared", QUARTER, TIER_ROOM, "kvkeep", "rhythm", CHECKED
+        ),
         Configuration("kvkeep-half", "a quarter, and kvkeep's tier for half of it", QUARTER, 0.5, "kvkeep", "rhythm"),
         Configuration("kvkeep-half-lru", "the same, evicted by LRU", QUARTER, 0.5, "kvkeep", "lru"),
     )
 }
+
+
+def lacking(configuration: Configuration) -> str | None:
+    """Why a configuration cannot run here, in words; None where it can."""
+    if configuration.kind == "lmcache" and not LMCACHE_PYTHON.is_file():
+        return "LMCache is not installed: make lmcache-environment"
+    paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(ROOT)]
+    if configuration.kind == "kvkeep" and not any((Path(path) / CONNECTOR).is_file() for path in paths if path):
+        return f"there is no {CONNECTOR}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +124,21 @@ def served(configuration: Configuration, size: Sizes, place: Place, name: str) -
         length_max=size.length_max,
         more=place.more,
         kv_space_gib=place.kv_space_gib,
-        connector=kvkeep_connector(size.tier_gib, configuration.eviction) if configuration.kind == "kvkeep" else None,
+        connector=kvkeep_connector(size.tier_gib, configuration) if configuration.kind == "kvkeep" else None,
         python=str(LMCACHE_PYTHON) if configuration.kind == "lmcache" else sys.executable,
     )
     lmcache_gib = LMCACHE_ROOM * size.tier_gib if configuration.kind == "lmcache" else None
     return Served(setup, place.results / "logs", name, lmcache_gib)
 
 
-def kvkeep_connector(tier_gib: float, eviction: str) -> Mapping[str, Any]:
+def kvkeep_connector(tier_gib: float, configuration: Configuration) -> Mapping[str, Any]:
     """The value of --kv-transfer-config for our connector."""
+    extra = {"cpu_tier_gib": round(tier_gib, 4), "eviction": configuration.eviction, **dict(configuration.extra)}
     return {
         "kv_connector": "KvkeepConnector",
         "kv_connector_module_path": "kvkeep.integrations.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_tier_gib": round(tier_gib, 4), "eviction": eviction},
+        "kv_connector_extra_config": extra,
     }
 
 
@@ -146,12 +165,13 @@ def run_pass(configuration: Configuration, workload: Workload, place: Place, rep
         warm_up(server)
         out["start_s"], out["spin_us"] = round(up.vllm.started_s, 1), spin_us().value
         idle_nbytes, before = up.memory.peak_nbytes, up.metrics()
-        began = time.monotonic()
+        cpu_s, began = up.cpu_s(), time.monotonic()
         answers = []
         for number, sent in enumerate(workload.asks):
             answers.append(ask(server, sent.prompt, workload.new_tokens))
             _say(f"\r{name}: {number + 1}/{len(workload.asks)}, {time.monotonic() - began:.0f} s")
         out["wall_s"] = round(time.monotonic() - began, 3)
+        out["cpu_s"] = round(up.cpu_s() - cpu_s, 3)
         out["answers"] = [answer.to_json() for answer in answers]
         out["metrics"] = changes(before, up.metrics())
         out["idle"] = idle(up)
@@ -248,7 +268,7 @@ class Store:
         return found
 
 
-def rounds(names: list[str], repeats: int) -> Iterator[tuple[int, str]]:
+def rounds(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     """Which configuration when: all of them in each repeat, every second time from the last to the first."""
     for repeat in range(repeats):
         for name in names if repeat % 2 == 0 else reversed(names):

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -67,8 +68,16 @@ class VllmSetup:
     more: tuple[str, ...] = ()
 
     def command(self, port: int) -> list[str]:
-        words = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-        words += ["--model", str(self.model), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
+        words = [
+            os.path.abspath(self.python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        words += ["--model", str(self.model.resolve()), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
         words += ["--enforce-eager", "--max-model-len", str(self.length_max), "--block-size", str(self.block_size)]
         words += ["--num-gpu-blocks-override", str(self.blocks), "--enable-prefix-caching"]
         words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
@@ -94,11 +103,11 @@ class Process:
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT))))
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 list(self.command),
-                cwd=ROOT,
+                cwd=self.log.parent,  # else a package of the folder the bench runs in would come before PYTHONPATH's
                 env={**os.environ, "PYTHONPATH": path, **ENVIRONMENT, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -133,14 +142,10 @@ class Process:
         self._log_end = self.log.stat().st_size
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S_MAX)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):  # none is left
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # none is left
         process.wait()
 
 
@@ -170,20 +175,30 @@ class Memory(threading.Thread):
 
 def pss_nbytes(pids: Sequence[int]) -> int:
     """Proportional set size of the processes and all of their children, bytes; those that end meanwhile count 0."""
+    total = 0
+    for process in _with_children(pids):
+        with suppress(psutil.NoSuchProcess):
+            total += int(process.memory_full_info().pss)
+    return total
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor time that the processes and their children have used so far, seconds."""
+    total = 0.0
+    for process in _with_children(pids):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def _with_children(pids: Sequence[int]) -> list[psutil.Process]:
     seen: dict[int, psutil.Process] = {}
     for pid in pids:
-        try:
+        with suppress(psutil.NoSuchProcess):
             parent = psutil.Process(pid)
             seen |= {process.pid: process for process in (parent, *parent.children(recursive=True))}
-        except psutil.NoSuchProcess:
-            continue
-    total = 0
-    for process in seen.values():
-        try:
-            total += int(process.memory_full_info().pss)
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    return list(seen.values())
 
 
 class Served:
@@ -238,6 +253,10 @@ class Served:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return str(answer.read().decode())
 
+    def cpu_s(self) -> float:
+        """Processor time of all processes so far, seconds."""
+        return cpu_s([process.pid for process in self.processes])
+
     def check_alive(self) -> None:
         for process in self.processes:
             process.check_alive()
@@ -264,16 +283,23 @@ class Served:
 
 def _with_lmcache(setup: VllmSetup, port: int, gib: float) -> tuple[VllmSetup, list[str]]:
     """vLLM over LMCache's server, and the server: chunks of vLLM's blocks, so that both match as finely as we do."""
-    server = [setup.python, "-m", "lmcache.v1.multiprocess.server", "--host", "localhost", "--port", str(port)]
-    server += ["--chunk-size", str(setup.block_size), "--l1-size-gb", f"{gib:.3f}", "--l1-init-size-gb", f"{gib:.3f}"]
-    server += ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven", "--prometheus-port"]
-    server += [str(free_port())]
+    server = [
+        os.path.abspath(setup.python),
+        "-m",
+        "lmcache.v1.multiprocess.server",
+        "--host",
+        "localhost",
+        "--port",
+        str(port),
+    ]
+    server += ["--chunk-size", str(setup.block_size), "--l1-size-gb", f"{gib:.3f}", "--no-l1-use-lazy"]
+    server += ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven", "--disable-observability"]
     extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
     connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return replace(setup, connector=connector), server
 
 
-KEPT_LABELS = frozenset({"source", "reason", "finished_reason", "tier", "state", "kind", "direction", "cause"})
+KEPT_LABELS = frozenset({"source", "reason", "finished_reason", "tier", "state", "kind", "direction", "cause", "how"})
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -103,6 +103,7 @@ SHAPES = {
     "8x4": Shape(sessions=8, turns=4, stride=4, prompt_min=4000, prompt_max=6000),
     "6x8": Shape(sessions=6, turns=8, stride=2, prompt_min=5000, prompt_max=6500),
 }
+CLIENTS_SHAPE = Shape(sessions=20, turns=3, stride=3, prompt_min=1400, prompt_max=2600)
 SMOKE = "smoke"
 SMOKE_SHAPE = Shape(sessions=2, turns=2, stride=1, prompt_min=0, prompt_max=2000)
 SMOKE_PROMPT, SMOKE_GROWTH = 600, 300
@@ -118,6 +119,13 @@ def rotation(name: str, traces: Path) -> Workload:
     if not source.is_file():
         raise BadInput(f"--traces {traces}: there is no {source.name}; name the folder of recorded traces")
     return Workload(name, tuple(_rotated(_recorded(read_trace(source), SHAPES[name]))))
+
+
+def clients(traces: Path) -> Workload:
+    """20 sessions of 3 turns, for 20 clients at once; made up where there is no trace."""
+    source = traces / f"{TRACE}.tokens.u16.xz"
+    made = _recorded(read_trace(source), CLIENTS_SHAPE) if source.is_file() else _made_up(CLIENTS_SHAPE)
+    return Workload("concurrent", tuple(_rotated(made)))
 
 
 def random_prompt(length: int, seed: int) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 Must not need anything but a Python interpreter that has pip.
 
 The packages of LIST (a pip requirements file of exact versions) are installed without their dependencies; everything
-else is found in the environments below, the first of which wins.  `ready` is written last and says what was made of
-what: an environment without it, or of other contents, is thrown away and made again.
+else is found in the environments below, of which the first wins, and in this checkout.  `ready` is written last and
+says what was made of what: an environment without it, or of other contents, is thrown away and made again.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +30,7 @@ def main(arguments: list[str]) -> int:
         shutil.rmtree(environment)
     python = environment / "bin" / "python"
     subprocess.check_call([sys.executable, "-m", "venv", "--without-pip", str(environment)])
-    folders = [str(site(path).resolve()) for path in below]
+    folders = [*(site(path).resolve() for path in below), CHECKOUT]
     (site(environment) / "below.pth").write_text("".join(f"{folder}\n" for folder in folders))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     if subprocess.call([*pip, "--no-deps", "--ignore-requires-python", "-r", str(listed)]):
@@ -45,11 +47,11 @@ def site(environment: Path) -> Path:
 
 
 def digest(listed: Path, below: list[Path]) -> str:
-    """Of what the environment is made of: the list, the interpreter, and what the environments below say of themselves."""
+    """Of what an environment is made of: the interpreter, the list, what the environments below say of themselves."""
     parts = [sys.version, listed.read_text()]
     for path in below:
         stamps = [path / name for name in ("ready", "kvkeep-setup-stamp") if (path / name).is_file()]
-        parts += [str(path.resolve()), *(stamp.read_text() for stamp in stamps)]
+        parts += [str(path.resolve()), str(CHECKOUT), *(stamp.read_text() for stamp in stamps)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
