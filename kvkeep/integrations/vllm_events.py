@@ -31,53 +31,80 @@ class Removed(NamedTuple):
 
 
 class EventLog:
-    """A listener of `TieredCache.watch`.   block_tokens, per_page: positions of a block, blocks of a page."""
+    """A listener of `TieredCache.watch`.   block_tokens, per_page: positions of a block, blocks of a page.
+
+    Pages of several blocks may begin with the same ones: a block is told when the first page with it enters, and when
+    the last one has left.
+    """
 
     def __init__(self, block_tokens: int, per_page: int) -> None:
         self._block_tokens = block_tokens
         self._per_page = per_page
-        self._told: list[tuple[str, list[int]]] = []
-        self._pages: dict[int, Stored] = {}  # by name, of pages in the tier
+        self._told: list[Stored | Removed] = []
+        self._hashes: dict[int, list[Any]] = {}  # by name, of pages in the tier
+        self._pages_with: dict[Any, int] = {}  # of these pages, how many hold a hash
+        self._unknown: set[int] = set()  # names that entered; `named` says next what they stand for
 
     def stored(self, tier: Tier, names: Names, parent: int, reason: Reason | None) -> None:
         """See `Listener`."""
-        self._told.append(("stored", names.tolist()))
+        self._unknown.update(names.tolist())
 
     def removed(self, tier: Tier, names: Names, reason: Reason) -> None:
         """See `Listener`."""
-        self._told.append(("removed", names.tolist()))
+        self._leave(names.tolist())
 
     def cleared(self, tier: Tier) -> None:
         """See `Listener`."""
-        self._told.append(("cleared", []))
+        self._leave(list(self._hashes))  # vLLM's own event for that would speak of its blocks too
+
+    def _leave(self, names: list[int]) -> None:
+        gone = []
+        for h in (h for name in names for h in self._hashes.pop(name, ())):
+            left = self._pages_with.pop(h) - 1
+            if left:
+                self._pages_with[h] = left
+            else:
+                gone.append(h)
+        if gone:
+            self._told.append(Removed(gone))
 
     def named(self, names: Sequence[int], chain: Any, first: int) -> None:
-        """The pages of a chain from page `first` on are called `names`."""
-        request, per_page = chain.request, self._per_page
+        """The pages of a chain from page `first` on are called `names`: those that have just entered are told.
+
+        That may be pages in the middle: another request's, which stood for them until now, have left.
+        """
+        fresh, hashes = list[int](), chain.request.block_hashes
+        for i in range(len(names) - 1, -1, -1):
+            if not self._unknown:
+                break
+            if names[i] in self._unknown:
+                self._unknown.remove(names[i])
+                start, end = (first + i) * self._per_page, (first + i + 1) * self._per_page
+                self._hashes[names[i]] = list(hashes[start:end])
+                fresh += (b for b in reversed(range(start, end)) if self._enters(hashes[b]))
+        fresh.reverse()
+        starts = [b for k, b in enumerate(fresh) if not k or b - 1 != fresh[k - 1]]
+        ends = [b + 1 for k, b in enumerate(fresh) if [b + 1] != fresh[k + 1 : k + 2]]
+        self._told += [self._event(chain, start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def _enters(self, block_hash: Any) -> bool:
+        before = self._pages_with.get(block_hash, 0)
+        self._pages_with[block_hash] = before + 1
+        return not before
+
+    def _event(self, chain: Any, start: int, end: int) -> Stored:
+        """Blocks `start` to `end` of a chain have entered."""
+        request, size = chain.request, self._block_tokens
         lora = request.lora_request
-        for i, name in enumerate(names, first):
-            at, end = i * per_page, (i + 1) * per_page
-            hashes = list(request.block_hashes[at:end])
-            tokens = chain.known()[at * self._block_tokens : end * self._block_tokens].tolist()
-            parent = request.block_hashes[at - 1] if at else None
-            page = Stored(hashes, parent, tokens, lora and lora.lora_int_id, lora and lora.lora_name)
-            if name not in self._pages:
-                self._pages[name] = page
+        return Stored(
+            hashes=list(request.block_hashes[start:end]),
+            parent=request.block_hashes[start - 1] if start else None,
+            tokens=chain.known()[start * size : end * size].tolist(),
+            lora_id=lora and lora.lora_int_id,
+            lora_name=lora and lora.lora_name,
+        )
 
     def take(self) -> list[Stored | Removed]:
         """What has changed since the last call, in order."""
         told, self._told = self._told, []
-        out: list[Stored | Removed] = []
-        for what, names in told:
-            if what == "cleared":  # vLLM's own event for that would speak of its blocks too
-                what, names = "removed", list(self._pages)
-            pages = [self._pages[name] for name in names if name in self._pages]
-            if what == "stored" and pages:
-                first = pages[0]
-                hashes = [h for page in pages for h in page.hashes]
-                out.append(first._replace(hashes=hashes, tokens=[t for page in pages for t in page.tokens]))
-            elif what == "removed" and pages:
-                out.append(Removed([h for page in pages for h in page.hashes]))
-                for name in names:
-                    self._pages.pop(name, None)
-        return out
+        return told

@@ -331,7 +331,7 @@ class SchedulerSide:
         if chain.sealed > before and lease is not None and self.cache is not None:
             self.cache.seal(lease, chain.sealed * self._page_size)
             if self.events is not None:
-                self.events.named(lease.names[before - lease.base : chain.sealed - lease.base], chain, before)
+                self.events.named(lease.names, chain, lease.base)
 
     def _settle(self, chain: Chain) -> None:
         """A chain that is over, with all its copies, ends."""
@@ -341,6 +341,8 @@ class SchedulerSide:
         chain.lease = None
         if self.cache is not None:
             self.cache.finish(lease, chain.sealed * self._page_size)
+            if self.events is not None:  # its pages may take the place of another's that have left
+                self.events.named(lease.names, chain, lease.base)
 
     # ------------------------------------------------------------------ a request ends
 
