@@ -44,7 +44,7 @@ def run_concurrent(configuration: Configuration, workload: Workload, place: Plac
     with served(configuration, size, place, f"{workload.name}-{configuration.name}-{seed}") as up:
         warm_up(client(up.url))
         before, began = up.metrics(), time.monotonic()
-        found = asyncio.run(_storm(up.url, workload, seed))
+        found = asyncio.run(run_storm(up.url, workload, seed))
         out["wall_s"] = round(time.monotonic() - began, 3)
         out["metrics"], out["idle"] = changes(before, up.metrics()), idle(up)
         up.check_alive()
@@ -55,7 +55,8 @@ def run_concurrent(configuration: Configuration, workload: Workload, place: Plac
     return out
 
 
-async def _storm(url: str, workload: Workload, seed: int) -> Outcome:
+async def run_storm(url: str, workload: Workload, seed: int) -> Outcome:
+    """Each session is a client of its own, all at once."""
     by_session: dict[int, list[Sequence[int]]] = {}
     for ask in workload.asks:
         by_session.setdefault(ask.session, []).append(ask.prompt)

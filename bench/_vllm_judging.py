@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench._vllm_passes import GIB
 from bench._vllm_workloads import Ask, Workload, block_names
 from kvkeep.benching import median
 from kvkeep.report import JsonValue, Metric
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 #: What kvkeep must reach; the same figures of the others stand beside.
 OF_CEILING_MIN = 0.99
 TTFT_OVER_AMPLE_MAX = 1.2

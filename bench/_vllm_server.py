@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL_NAME = "model"
 START_S_MAX = 300.0
 STOP_S_MAX = 60.0
+GONE_S_MAX = 5.0
 MEMORY_EVERY_S = 1.0
 TAIL_LINES = 15
 
@@ -140,6 +141,7 @@ class Process:
         if process is None:
             return
         self._log_end = self.log.stat().st_size
+        family = _with_children([process.pid])
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -147,6 +149,7 @@ class Process:
         with suppress(ProcessLookupError):  # none is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        psutil.wait_procs(family, timeout=GONE_S_MAX)  # what is killed gives its memory back a little later
 
 
 class Memory(threading.Thread):

@@ -34,7 +34,7 @@ WORKLOADS = (*ROTATIONS, "concurrent", "random")
 SERVING = {
     "8x4": ("ample", "again", "quarter", "kvkeep", "lmcache", "kvkeep-checked", "kvkeep-half", "kvkeep-half-lru"),
     "6x8": ("ample", "again", "quarter", "kvkeep", "lmcache", "kvkeep-checked", "kvkeep-half", "kvkeep-half-lru"),
-    "smoke": ("ample", "quarter", "kvkeep"),
+    "smoke": ("ample", "kvkeep"),
     "concurrent": ("quarter", "kvkeep"),
     "random": ("kvkeep",),
 }
