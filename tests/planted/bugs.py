@@ -33,6 +33,7 @@ from tests.planted import (
     replay,
     rhythm,
     service,
+    serving,
     sizes,
     slots,
     tiers,
@@ -62,6 +63,7 @@ BUGS: tuple[Bug, ...] = (
     *rhythm.BUGS,
     *sizes.BUGS,
     *integrations.BUGS,
+    *serving.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
