@@ -58,6 +58,7 @@ test: lint ## everything that must hold before a change lands
 	@$(PYTEST) -q -m "timing and not slow" || [ $$? -eq 5 ]
 	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing and not slow"
 	@$(MAKE) --no-print-directory test-mstar
+	@$(MAKE) --no-print-directory test-vllm
 
 # M* gets an environment of its own over the packages of .venv: its wheel declares another Python, another torch, and
 # much that only GPUs can use.  These few are what its engine needs on a CPU.
@@ -113,10 +114,11 @@ bench-vllm: vllm-environment ## serve recorded sessions with vLLM, alone and wit
 	$(VLLM_PY) -m bench.vllm_serving $(ARGS)
 
 .PHONY: test-full
-test-full: lint planted planted-mstar ## test, with the long proofs and every planted bug
+test-full: lint planted planted-mstar planted-vllm ## test, with the long proofs and every planted bug
 	@$(PYTEST) -q -m timing || [ $$? -eq 5 ]
 	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing" --hypothesis-profile=full
 	@$(MAKE) --no-print-directory test-mstar ARGS='-m ""'
+	@$(MAKE) --no-print-directory test-vllm ARGS='-m ""'
 
 SEEDS ?= 1000000
 

@@ -164,7 +164,7 @@ def run_pass(configuration: Configuration, workload: Workload, place: Place, rep
         server = client(up.url)
         warm_up(server)
         out["start_s"], out["spin_us"] = round(up.vllm.started_s, 1), spin_us().value
-        idle_nbytes, before = up.memory.peak_nbytes, up.metrics()
+        idle_nbytes, before = up.pss_nbytes(), up.metrics()
         cpu_s, began = up.cpu_s(), time.monotonic()
         answers = []
         for number, sent in enumerate(workload.asks):

@@ -256,6 +256,10 @@ class Served:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return str(answer.read().decode())
 
+    def pss_nbytes(self) -> int:
+        """Memory of all processes now."""
+        return pss_nbytes([process.pid for process in self.processes])
+
     def cpu_s(self) -> float:
         """Processor time of all processes so far, seconds."""
         return cpu_s([process.pid for process in self.processes])

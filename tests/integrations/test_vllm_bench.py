@@ -84,7 +84,8 @@ def test_kv_of_a_token_is_what_the_model_says(model: Path):
 def test_memory_and_time_of_a_process_include_its_children():
     """A child of a child that holds 200 MiB and computes for a while is counted; one that is gone counts nothing."""
     inner = "held = b'1' * (200 << 20); sum(range(10**7)); print('up', flush=True); input()"
-    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    middle = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {middle!r}])"
     with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and b"up" in process.stdout.readline()
         assert 200 * MIB <= pss_nbytes([process.pid]) <= 300 * MIB

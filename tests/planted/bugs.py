@@ -33,6 +33,7 @@ from tests.planted import (
     replay,
     rhythm,
     service,
+    serving,
     sizes,
     slots,
     tiers,
@@ -64,6 +65,7 @@ BUGS: tuple[Bug, ...] = (
     *sizes.BUGS,
     *integrations.BUGS,
     *vllm_scheduling.BUGS,
+    *serving.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
