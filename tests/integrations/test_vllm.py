@@ -327,7 +327,7 @@ def test_random_requests_with_random_delays_and_aborts_end_right(engine: Engine,
     stem = ids_of(1000, seed)
     running: dict[str, tuple[int, int]] = {}
     kept: list[tuple[tuple[int, int], str]] = []
-    for turn in range(40):
+    for turn in range(24):
         cut, own = draw.randrange(20, 400), draw.randrange(3)
         rid = engine.add([*stem[:cut], *ids_of(own * 90 + 5, own)], draw.randrange(1, 60))
         running[rid] = (cut, own)

@@ -115,6 +115,7 @@ class Gate:
 
     def completions(self) -> list[Outcome]:
         if self.dying:
+            self._held.clear()
             self._inner.close(5.0)
             raise BackendDied("pulled out")
         for job in [job for job in self._held if job.plan.direction not in self.closed]:
@@ -125,7 +126,7 @@ class Gate:
     def _failed(self, outcome: Outcome) -> Outcome:
         plan = outcome.job.plan
         if plan.direction == "h2d":
-            self._worker.blocks.poison(plan.target_pages)
+            self._worker.blocks.poison(plan.targets)
         return Outcome(outcome.job, "pulled", 0)
 
     def close(self, timeout_s: float) -> list[Outcome]:
@@ -167,10 +168,10 @@ class Engine:
             KvkeepConnector(self.config, role, self._kv_cache_config)
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)
         )
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker
         worker.register_kv_caches(self._caches)
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
         scheduler.bind_kv_cache_manager(self.scheduler.kv_cache_manager)
-        kv_transfer_state._KV_CONNECTOR_AGENT = worker
         self.scheduler.connector = self.connector = scheduler
         assert self.scheduler.reset_prefix_cache()
         self.scheduler.kv_cache_manager.take_events()
