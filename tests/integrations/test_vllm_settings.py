@@ -193,7 +193,8 @@ def test_a_tier_smaller_than_one_request_is_refused() -> None:
     with pytest.raises(BadInput, match=f"holds {LONGEST - BLOCK} tokens, and one request may have {LONGEST}: give"):
         side.set_xfer_handshake_metadata_pp_aware({(0, 0): _ready(enough), (0, 1): _ready(enough - 1)})
     side.set_xfer_handshake_metadata_pp_aware({(0, 0): _ready(enough), (0, 1): _ready(enough + 9)})
-    assert enough == side._the_scheduler().cache.stats().pages_total
+    cache = side._the_scheduler().cache
+    assert cache is not None and enough == cache.stats().pages_total
 
 
 def test_ranks_with_other_settings_are_refused() -> None:

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from bench._vllm_models import tiny_directory
+from kvkeep.cache import TieredCache
 from kvkeep.integrations.vllm import KvkeepConnector
 from kvkeep.integrations.vllm_scheduler import SchedulerSide
 from kvkeep.integrations.vllm_worker import WorkerSide
@@ -43,7 +44,7 @@ TIER_BLOCKS = 400
 STEPS_MAX = 5_000
 
 
-def gib(blocks: int) -> float:
+def gib(blocks: float) -> float:
     """`cpu_tier_gib` of a tier of so many blocks."""
     return blocks * BLOCK_NBYTES / 2**30
 
@@ -153,7 +154,12 @@ class Engine:
         self.reports: list[Any] = []
         self._numbered = 0
         publish = self.scheduler.kv_event_publisher.publish
-        self.scheduler.kv_event_publisher.publish = lambda batch: (self.events.extend(batch.events), publish(batch))
+
+        def watched(batch: Any) -> None:
+            self.events.extend(batch.events)
+            publish(batch)
+
+        self.scheduler.kv_event_publisher.publish = watched
         self.renew()
 
     # ------------------------------------------------------------------ connectors
@@ -275,10 +281,15 @@ class Engine:
         assert self.scheduler.reset_prefix_cache()
 
     @property
-    def in_tier(self) -> int:
-        """Pages of the tier that can be found."""
+    def tier(self) -> TieredCache:
+        """What is in the tier."""
         assert self.side.cache is not None
-        return self.side.cache.stats().pages_cached
+        return self.side.cache
+
+    @property
+    def in_tier(self) -> int:
+        """Pages of the tier that can be found, and nobody holds."""
+        return self.tier.stats().pages_cached
 
     # ------------------------------------------------------------------ at rest
 
@@ -327,7 +338,7 @@ class Engine:
         self.events += self.connector.take_events()  # what happened since the last step
         told, per_page = self.tier_hashes(), self.side._per_page
         assert len(told) == len(set(told)), "told twice"
-        there = [page for page in range(self.side.cache.stats().pages_total) if page in self.side.cache._tree]
+        there = [page for page in range(self.tier.stats().pages_total) if page in self.tier._tree]
         assert self.in_tier == len(there)
         hashes = [self.hash_of_slot[page * per_page + i] for page in there for i in range(per_page)]
         known = {maybe_convert_block_hash(h) for h in hashes if h is not None}

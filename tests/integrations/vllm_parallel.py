@@ -9,7 +9,9 @@ import json
 import sys
 from typing import Any
 
-from tests.integrations.vllm_engine import BLOCKS, LLM, SamplingParams, engine_options, ids_of
+from vllm import LLM, SamplingParams
+
+from tests.integrations.vllm_engine import BLOCKS, engine_options, ids_of
 
 PROMPTS = 4
 
@@ -30,7 +32,9 @@ def main(more: dict[str, Any]) -> None:
     scheduler.connector.get_kv_connector_stats = watched
     passes = []
     for _ in range(2):
-        outputs = [llm.generate({"prompt_token_ids": ids_of(600, n)}, params, use_tqdm=False)[0] for n in range(PROMPTS)]
+        outputs = [
+            llm.generate({"prompt_token_ids": ids_of(600, n)}, params, use_tqdm=False)[0] for n in range(PROMPTS)
+        ]
         passes.append([(o.num_cached_tokens, list(o.outputs[0].token_ids)) for o in outputs])
     while scheduler.has_requests():
         llm.llm_engine.step()
