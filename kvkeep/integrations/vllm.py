@@ -20,6 +20,7 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -76,6 +77,9 @@ class KvkeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Takes this rank's part of the tier."""
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            outer = type(get_kv_transfer_group()).__name__
+            raise BadInput(f"KvkeepConnector is inside {outer}: it works alone; give it as kv_connector itself")
         config = self._kv_cache_config
         regions = regions_of(kv_caches, config.kv_cache_tensors, config.num_blocks)
         self._worker = WorkerSide(self._settings, self._ranks, regions)

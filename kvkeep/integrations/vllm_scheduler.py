@@ -299,6 +299,7 @@ class SchedulerSide:
                     self._settle(chain)
         if dead and self.cache is not None:
             log.error("kvkeep: a worker copies nothing any more: nothing is kept from now on")
+            self.cache.reset()  # so that whoever follows the events hears that nothing is there
             self.cache = None
             for chain in self._late:
                 self._let_go(chain.blocks)
@@ -396,15 +397,19 @@ class SchedulerSide:
     def report(self, clock: float | None = None) -> dict[str, Any] | None:
         """The counters since the last report and the gauges of now; None while there is nothing to tell yet."""
         now = time.monotonic() if clock is None else clock
-        if self.cache is None or (now < self._report_at and (self._chains or self.busy)):
+        began = self.cache is not None or self._reported
+        if not began or (now < self._report_at and (self._chains or self.busy)):
             return None
-        stats = self.cache.stats()
-        totals = dict(self.counters, evicted_pages=stats.pages_evicted, stored_pages=stats.pages_stored)
+        totals = dict(self.counters)
         totals |= {f"unnamed_{reason}": count for reason, count in self.unnamed.items()}
-        gauges = {"pages_free": stats.pages_free, "pages_cached": stats.pages_cached, "pages_live": stats.pages_live}
-        if {**totals, **gauges} == self._reported:
+        gauges = dict.fromkeys(("pages_total", "pages_free", "pages_cached", "pages_live"), 0)
+        if self.cache is not None:
+            stats = self.cache.stats()
+            totals |= {"evicted_pages": stats.pages_evicted, "stored_pages": stats.pages_stored}
+            gauges = {name: getattr(stats, name) for name in gauges}
+        if self._reported == {**self._reported, **totals, **gauges}:
             return None
         since = {name: value - self._reported.get(name, 0) for name, value in totals.items()}
-        self._reported = {**totals, **gauges}
+        self._reported |= {**totals, **gauges}
         self._report_at = now + REPORT_S
-        return {"counters": since, "gauges": {**gauges, "pages_total": stats.pages_total}}
+        return {"counters": since, "gauges": gauges}

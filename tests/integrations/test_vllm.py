@@ -102,7 +102,7 @@ def test_a_small_tier_keeps_what_came_last(engine: Engine) -> None:
     assert [576, 576] == [engine.ask(prompt, 8).cached for prompt in reversed(prompts[2:])]
     engine.forget_blocks()
     assert 0 == engine.ask(prompts[0], 8).cached
-    assert 0 < engine.side.cache.stats().pages_evicted
+    assert 0 < engine.tier.stats().pages_evicted
     assert first == [engine.ask(prompt, 8).ids for prompt in prompts]
 
 
@@ -217,7 +217,7 @@ def test_an_abort_during_a_load_frees_its_blocks_when_the_copy_is_over(engine: E
         engine.abort(rid)
         engine.steps(3)
         assert BLOCKS - 1 - 18 == pool.get_num_free_blocks()
-        assert 1 == engine.side.cache.stats().leases
+        assert 1 == engine.tier.stats().leases
         engine.gate.closed = set()
         engine.check_idle()
     engine.forget_blocks()
@@ -327,7 +327,7 @@ def test_random_requests_with_random_delays_and_aborts_end_right(engine: Engine,
     stem = ids_of(1000, seed)
     running: dict[str, tuple[int, int]] = {}
     kept: list[tuple[tuple[int, int], str]] = []
-    for turn in range(40):
+    for turn in range(24):
         cut, own = draw.randrange(20, 400), draw.randrange(3)
         rid = engine.add([*stem[:cut], *ids_of(own * 90 + 5, own)], draw.randrange(1, 60))
         running[rid] = (cut, own)
@@ -338,7 +338,7 @@ def test_random_requests_with_random_delays_and_aborts_end_right(engine: Engine,
             running.pop(victim)
         if draw.random() < 0.1:
             engine.llm.reset_prefix_cache(reset_connector=draw.random() < 0.5)
-        engine.side.cache.check_invariants()
+        engine.tier.check_invariants()
         if turn % 8 == 7:
             engine.gate.closed = set()
             engine.check_idle()

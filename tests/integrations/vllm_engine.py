@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from bench._vllm_models import tiny_directory
+from kvkeep.cache import TieredCache
 from kvkeep.integrations.vllm import KvkeepConnector
 from kvkeep.integrations.vllm_scheduler import SchedulerSide
 from kvkeep.integrations.vllm_worker import WorkerSide
@@ -43,7 +44,7 @@ TIER_BLOCKS = 400
 STEPS_MAX = 5_000
 
 
-def gib(blocks: int) -> float:
+def gib(blocks: float) -> float:
     """`cpu_tier_gib` of a tier of so many blocks."""
     return blocks * BLOCK_NBYTES / 2**30
 
@@ -115,6 +116,7 @@ class Gate:
 
     def completions(self) -> list[Outcome]:
         if self.dying:
+            self._held.clear()
             self._inner.close(5.0)
             raise BackendDied("pulled out")
         for job in [job for job in self._held if job.plan.direction not in self.closed]:
@@ -125,7 +127,7 @@ class Gate:
     def _failed(self, outcome: Outcome) -> Outcome:
         plan = outcome.job.plan
         if plan.direction == "h2d":
-            self._worker.blocks.poison(plan.target_pages)
+            self._worker.blocks.poison(plan.targets)
         return Outcome(outcome.job, "pulled", 0)
 
     def close(self, timeout_s: float) -> list[Outcome]:
@@ -152,7 +154,12 @@ class Engine:
         self.reports: list[Any] = []
         self._numbered = 0
         publish = self.scheduler.kv_event_publisher.publish
-        self.scheduler.kv_event_publisher.publish = lambda batch: (self.events.extend(batch.events), publish(batch))
+
+        def watched(batch: Any) -> None:
+            self.events.extend(batch.events)
+            publish(batch)
+
+        self.scheduler.kv_event_publisher.publish = watched
         self.renew()
 
     # ------------------------------------------------------------------ connectors
@@ -167,10 +174,10 @@ class Engine:
             KvkeepConnector(self.config, role, self._kv_cache_config)
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)
         )
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker
         worker.register_kv_caches(self._caches)
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
         scheduler.bind_kv_cache_manager(self.scheduler.kv_cache_manager)
-        kv_transfer_state._KV_CONNECTOR_AGENT = worker
         self.scheduler.connector = self.connector = scheduler
         assert self.scheduler.reset_prefix_cache()
         self.scheduler.kv_cache_manager.take_events()
@@ -274,10 +281,15 @@ class Engine:
         assert self.scheduler.reset_prefix_cache()
 
     @property
-    def in_tier(self) -> int:
-        """Pages of the tier that can be found."""
+    def tier(self) -> TieredCache:
+        """What is in the tier."""
         assert self.side.cache is not None
-        return self.side.cache.stats().pages_cached
+        return self.side.cache
+
+    @property
+    def in_tier(self) -> int:
+        """Pages of the tier that can be found, and nobody holds."""
+        return self.tier.stats().pages_cached
 
     # ------------------------------------------------------------------ at rest
 
@@ -326,7 +338,7 @@ class Engine:
         self.events += self.connector.take_events()  # what happened since the last step
         told, per_page = self.tier_hashes(), self.side._per_page
         assert len(told) == len(set(told)), "told twice"
-        there = [page for page in range(self.side.cache.stats().pages_total) if page in self.side.cache._tree]
+        there = [page for page in range(self.tier.stats().pages_total) if page in self.tier._tree]
         assert self.in_tier == len(there)
         hashes = [self.hash_of_slot[page * per_page + i] for page in there for i in range(per_page)]
         known = {maybe_convert_block_hash(h) for h in hashes if h is not None}
