@@ -39,6 +39,7 @@ from tests.planted import (
     traffic,
     transfer,
     vision,
+    vllm,
 )
 from tests.planted.bug import Bug
 
@@ -62,6 +63,7 @@ BUGS: tuple[Bug, ...] = (
     *rhythm.BUGS,
     *sizes.BUGS,
     *integrations.BUGS,
+    *vllm.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
