@@ -313,6 +313,41 @@ def test_a_reset_while_copies_run_forgets_what_they_bring(engine: Engine, direct
     assert (0, text) == (again.cached, again.ids)
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_a_reset_forgets_what_is_only_to_be_stored(engine: Engine, over: bool) -> None:
+    """A request in another one's blocks has stored nothing yet, ended or not: what it computed is of before the reset."""
+    engine.gate.closed = {"d2h"}
+    prompt = ids_of(300, seed=1)
+    engine.finish(engine.add(prompt))
+    second = engine.add(prompt, 60)
+    engine.until(lambda: second in engine.outputs and engine.outputs[second].finished == over)
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.gate.closed = set()
+    engine.drain()
+    assert 0 == engine.in_tier
+
+
+def test_a_reset_forgets_the_page_that_was_half_full(engine: Engine) -> None:
+    """A page of which a part was computed before the reset is not stored when it is full."""
+    rid = engine.add(ids_of(20, seed=1), 60)
+    engine.until(lambda: engine.request(rid).num_output_tokens > 5)
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.drain()
+    assert 0 == engine.in_tier
+
+
+@pytest.mark.xfail(raises=RuntimeError, reason="vLLM resets its blocks before it asks the connector, which holds some")
+def test_a_reset_with_requests_does_not_wait_for_stores(engine: Engine) -> None:
+    """`reset_running_requests` while blocks are being stored: vLLM's blocks come free at once."""
+    rid = engine.add(ids_of(100, seed=1), 40)
+    engine.gate.closed = {"d2h"}
+    engine.until(lambda: engine.side._storing and engine.request(rid).num_output_tokens > 5)
+    try:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    finally:
+        engine.gate.closed = set()
+
+
 def test_a_reset_with_requests_preempts_them_and_forgets_everything(engine: Engine) -> None:
     """`reset_running_requests`: they are computed anew, with the same texts; both sides were empty."""
     prompts = [ids_of(100, seed) for seed in range(3)]

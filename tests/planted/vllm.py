@@ -177,6 +177,20 @@ BUGS = (
         ENGINE + "test_a_reset_of_vllm_alone_leaves_the_tier",
     ),
     in_vllm(
+        "reset-spares-what-waits-to-be-stored",
+        SCHEDULER,
+        "            for chain in self._late:\n                chain.full = True\n",
+        "            for chain in self._late:\n                chain.full = False\n",
+        ENGINE + "test_a_reset_forgets_what_is_only_to_be_stored",
+    ),
+    in_vllm(
+        "reset-spares-half-full-pages",
+        SCHEDULER,
+        "                chain.full = chain.full or chain.lease is not None or chain.computed > 0\n",
+        "                chain.full = chain.full or chain.lease is not None\n",
+        ENGINE + "test_a_reset_forgets_the_page_that_was_half_full",
+    ),
+    in_vllm(
         "engine-sleeps-while-copies-run",
         SCHEDULER,
         "        return bool(self._jobs or self._late)\n",
