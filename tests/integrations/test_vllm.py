@@ -315,7 +315,7 @@ def test_a_reset_while_copies_run_forgets_what_they_bring(engine: Engine, direct
 
 @pytest.mark.parametrize("over", [True, False])
 def test_a_reset_forgets_what_is_only_to_be_stored(engine: Engine, over: bool) -> None:
-    """A request in another one's blocks has stored nothing yet, ended or not: what it computed is of before the reset."""
+    """A request in another one's blocks has stored nothing yet, ended or not: its KV is of before the reset."""
     engine.gate.closed = {"d2h"}
     prompt = ids_of(300, seed=1)
     engine.finish(engine.add(prompt))
