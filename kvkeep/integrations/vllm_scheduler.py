@@ -387,11 +387,14 @@ class SchedulerSide:
         return bool(self._storing or self._late)
 
     def reset(self) -> bool:
-        """Forgets what the tier holds; requests that run store nothing that they began before."""
+        """Forgets what the tier holds; of requests that have computed or loaded anything, nothing is stored."""
         if self.cache is not None:
             self.cache.reset()
             for chain in self._chains.values():
-                chain.full = chain.full or chain.lease is not None
+                chain.full = chain.full or chain.lease is not None or chain.computed > 0
+            for chain in self._late:
+                chain.full = True
+            self._end_late()
         return True
 
     def report(self, clock: float | None = None) -> dict[str, Any] | None:

@@ -140,7 +140,7 @@ def test_a_load_holds_up_nobody_else(engine: Engine) -> None:
     engine.forget_blocks()
     engine.gate.closed = {"h2d"}
     waits, other = engine.add(prompt, 8), engine.add(ids_of(300, seed=2), 20)
-    engine.until(lambda: other in engine.outputs and engine.outputs[other].finished)
+    engine.finish(other)
     assert waits not in engine.outputs and 1 == len(engine.gate.held)
     engine.gate.closed = set()
     engine.drain()
@@ -152,10 +152,10 @@ def test_what_is_being_stored_is_not_found_yet_and_not_overwritten(engine: Engin
     engine.gate.closed = {"d2h"}
     prompt = ids_of(600, seed=1)
     rid = engine.add(prompt, 8)
-    engine.until(lambda: rid in engine.outputs and engine.outputs[rid].finished)
+    engine.finish(rid)
     assert 0 == engine.in_tier
     other = engine.add(ids_of(600, seed=2), 8)
-    engine.until(lambda: other in engine.outputs and engine.outputs[other].finished)
+    engine.finish(other)
     third = engine.add(ids_of(300, seed=3))
     engine.steps(30)
     assert third not in engine.outputs  # 36 of 39 blocks are being stored
@@ -170,11 +170,24 @@ def test_two_that_compute_the_same_store_it_once(engine: Engine) -> None:
     engine.gate.closed = {"d2h"}
     prompt = ids_of(300, seed=1)
     rids = [engine.add(prompt, 30) for _ in range(3)]
-    engine.until(lambda: all(rid in engine.outputs and engine.outputs[rid].finished for rid in rids))
+    engine.finish(*rids)
     engine.gate.closed = set()
     engine.drain()
     assert 329 // BLOCK == engine.in_tier
     assert engine.answer(rids[0]).ids == engine.answer(rids[1]).ids == engine.answer(rids[2]).ids
+
+
+def test_what_another_request_is_storing_is_stored_once(engine: Engine) -> None:
+    """A request in the very blocks that are being stored waits with its own until they are in the tier."""
+    engine.gate.closed = {"d2h"}
+    prompt = ids_of(300, seed=1)
+    engine.finish(engine.add(prompt))
+    engine.finish(engine.add(prompt, 60))
+    assert 288 // BLOCK == len(engine.gate.held[0].plan.sources) and 1 == len(engine.gate.held)
+    engine.gate.closed = set()
+    engine.drain()
+    assert 359 // BLOCK == engine.in_tier
+    assert 359 // BLOCK * BLOCK == engine.side.counters["saved_tokens"]
 
 
 # ---------------------------------------------------------------------- aborts, preemption
@@ -298,6 +311,41 @@ def test_a_reset_while_copies_run_forgets_what_they_bring(engine: Engine, direct
     engine.forget_blocks()
     again = engine.ask(prompt, 20)
     assert (0, text) == (again.cached, again.ids)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_reset_forgets_what_is_only_to_be_stored(engine: Engine, over: bool) -> None:
+    """A request in another one's blocks has stored nothing yet, ended or not: its KV is of before the reset."""
+    engine.gate.closed = {"d2h"}
+    prompt = ids_of(300, seed=1)
+    engine.finish(engine.add(prompt))
+    second = engine.add(prompt, 60)
+    engine.until(lambda: second in engine.outputs and engine.outputs[second].finished == over)
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.gate.closed = set()
+    engine.drain()
+    assert 0 == engine.in_tier
+
+
+def test_a_reset_forgets_the_page_that_was_half_full(engine: Engine) -> None:
+    """A page of which a part was computed before the reset is not stored when it is full."""
+    rid = engine.add(ids_of(20, seed=1), 60)
+    engine.until(lambda: engine.request(rid).num_output_tokens > 5)
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.drain()
+    assert 0 == engine.in_tier
+
+
+@pytest.mark.xfail(raises=RuntimeError, reason="vLLM resets its blocks before it asks the connector, which holds some")
+def test_a_reset_with_requests_does_not_wait_for_stores(engine: Engine) -> None:
+    """`reset_running_requests` while blocks are being stored: vLLM's blocks come free at once."""
+    rid = engine.add(ids_of(100, seed=1), 40)
+    engine.gate.closed = {"d2h"}
+    engine.until(lambda: engine.side._storing and engine.request(rid).num_output_tokens > 5)
+    try:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    finally:
+        engine.gate.closed = set()
 
 
 def test_a_reset_with_requests_preempts_them_and_forgets_everything(engine: Engine) -> None:

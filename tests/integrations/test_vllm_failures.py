@@ -133,6 +133,23 @@ def test_an_engine_outlives_its_copies(engine: Engine, direction: str) -> None:
     assert (0, 0) == (engine.reports[-1].data["gauges"]["pages_total"], engine.reports[-1].data["gauges"]["pages_free"])
 
 
+def test_blocks_that_wait_to_be_stored_are_let_go_when_the_copies_die(engine: Engine) -> None:
+    """A request is over and its blocks wait for another's store when the backend dies."""
+    prompt = ids_of(300, seed=1)
+    engine.gate.closed = {"d2h"}
+    for tokens in (1, 60):
+        engine.finish(engine.add(prompt, tokens))
+    assert engine.side._late
+    engine.gate.dying = True
+    engine.check_idle()
+    assert engine.side.cache is None
+
+
+def test_the_engine_is_told_to_compute_what_was_not_loaded(engine: Engine) -> None:
+    """vLLM's own default is to fail such a request."""
+    assert engine.scheduler.recompute_kv_load_failures
+
+
 # ---------------------------------------------------------------------- events
 
 
@@ -186,7 +203,7 @@ def test_events_tell_pages_that_take_the_place_of_others(engine: Engine) -> None
     _, second = engine.add(prompt), engine.add(prompt, 60)
     engine.until(lambda: 4 == engine.in_tier)
     other = engine.add(ids_of(900, seed=2))
-    engine.until(lambda: other in engine.outputs and engine.outputs[other].finished)
+    engine.finish(other)
     assert engine.request(second) is not None
     assert 4 <= engine.tier.stats().pages_evicted
     engine.drain()

@@ -1,4 +1,4 @@
-"""What requests of vLLM are called in the tier: salts, adapters, media, and those that cannot be named.
+"""What requests of vLLM are called in the tier, and when what they store is there.
 
 Must not use a stand-in for a request: they are vLLM's own objects.
 """
@@ -90,12 +90,12 @@ def test_a_request_that_cannot_be_named_is_counted_and_not_cached(
     assert report is not None and 1 == report["counters"][f"unnamed_{reason}"]
 
 
-def _side(whole_media: bool = False) -> SchedulerSide:
+def _side(whole_media: bool = False, ranks: int = 1) -> SchedulerSide:
     side = SchedulerSide(
         block_tokens=16,
         blocks_per_page=1,
         eviction="lru",
-        ranks=1,
+        ranks=ranks,
         fingerprint=b"f",
         whole_media=whole_media,
         events=False,
@@ -109,16 +109,26 @@ def _cache(side: SchedulerSide) -> TieredCache:
     return side.cache
 
 
-def _kept(side: SchedulerSide, request: Request) -> None:
-    """The tier holds every full page of a request that is over, by the calls of vLLM's scheduler."""
+def _pool(side: SchedulerSide) -> BlockPool:
     pool = BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=16)
     side.bind(pool)
-    side.arrived(request)
+    return pool
+
+
+def _plan(side: SchedulerSide, request: Request, tokens: int) -> int:
+    """A step computes so many tokens of the request: the number of its store."""
     state = SimpleNamespace(get_block_ids=lambda rid: (list(range(1, 40)),))
-    _, job, _, _ = side.plan(
-        SimpleNamespace(num_scheduled_tokens={request.request_id: request.num_tokens}, kv_connector_block_state=state)
-    )
-    request.num_computed_tokens = request.num_tokens
+    output = SimpleNamespace(num_scheduled_tokens={request.request_id: tokens}, kv_connector_block_state=state)
+    _, job, _, _ = side.plan(output)
+    request.num_computed_tokens += tokens
+    return job
+
+
+def _kept(side: SchedulerSide, request: Request) -> None:
+    """The tier holds every full page of a request that is over, by the calls of vLLM's scheduler."""
+    pool = _pool(side)
+    side.arrived(request)
+    job = _plan(side, request, request.num_tokens)
     side.done({job: 1}, set(), False)
     side.finished(request, list(range(1, 40)))
     assert 63 == pool.get_num_free_blocks()
@@ -166,3 +176,43 @@ def test_items_are_taken_in_the_order_of_their_places() -> None:
     """vLLM may list them otherwise."""
     items = [_image(60, 10, "b"), _image(10, 20, "a")]
     assert _identity(_request(mm_features=items)).media == _identity(_request(mm_features=items[::-1])).media
+
+
+# ---------------------------------------------------------------------- when it is there
+
+
+def test_a_request_that_needs_its_prompt_computed_is_promised_nothing() -> None:
+    """Log-probabilities of the prompt: nothing of the tier is of use to it."""
+    side = _side()
+    _kept(side, _request())
+    side.arrived(_request())
+    assert 96 == side.matched(_request(), 0)
+    reads_not = Request("r", [7] * 100, SamplingParams(max_tokens=4, prompt_logprobs=1), None)
+    assert 0 == side.matched(reads_not, 0)
+
+
+def test_a_store_is_there_when_every_rank_has_it() -> None:
+    """One of two workers is through: nothing is found yet, and the blocks stay held."""
+    side, request = _side(ranks=2), _request()
+    pool = _pool(side)
+    side.arrived(request)
+    job = _plan(side, request, 100)
+    assert (63 - 6, 0) == (pool.get_num_free_blocks(), side.matched(request, 0))
+    side.done({job: 1}, set(), False)
+    assert (63 - 6, 0) == (pool.get_num_free_blocks(), side.matched(request, 0))
+    side.done({job: 1}, set(), False)
+    assert (63, 96) == (pool.get_num_free_blocks(), side.matched(request, 0))
+
+
+def test_a_store_is_there_when_those_before_it_are() -> None:
+    """Stores of one request end in another order: what is behind a hole is not found."""
+    side, request = _side(), _request()
+    _pool(side)
+    side.arrived(request)
+    first, second = _plan(side, request, 50), _plan(side, request, 50)
+    side.done({second: 1}, set(), False)
+    assert 0 == side.matched(request, 0)
+    side.done({first: 1}, set(), False)
+    assert 96 == side.matched(request, 0)
+    side.finished(request, [])
+    assert 6 == _cache(side).stats().pages_cached

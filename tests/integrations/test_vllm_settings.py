@@ -8,6 +8,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvkeep.errors import BadInput
+from kvkeep.integrations import vllm_worker
 from kvkeep.integrations.vllm import KvkeepConnector
 from kvkeep.integrations.vllm_messages import Done, Ready
 from kvkeep.integrations.vllm_settings import Settings, check_engine, check_version, read_settings, tier_slots
 from kvkeep.integrations.vllm_worker import WorkerSide, regions_of
-from tests.integrations.vllm_engine import BLOCK, LONGEST, engine_options, gib, transfer_config
+from tests.integrations.vllm_engine import BLOCK, LONGEST, Gate, engine_options, gib, transfer_config
 
 SLOW = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -319,4 +321,65 @@ def test_a_tier_without_a_page_is_refused() -> None:
         WorkerSide(Settings((2 * nbytes - 1) / 2**30), 2, regions)
     worker = WorkerSide(Settings(2 * nbytes / 2**30), 2, regions)
     assert (1, nbytes) == (worker.slots, worker.block_nbytes)
+    worker.close()
+
+
+# ---------------------------------------------------------------------- copies of a worker
+
+
+def _worker(**settings: Any) -> WorkerSide:
+    caches, tensors = _allocated(KVCacheLayout.LBHNC, (FULL, 3))
+    nbytes = FULL.page_size_bytes * 3
+    return WorkerSide(Settings(8 * nbytes / 2**30, **settings), 1, regions_of(caches, tensors, 5))
+
+
+def _until_over(worker: WorkerSide) -> list[tuple[list[int], set[int], list[str], set[int]]]:
+    """What `poll` said of each job that is over."""
+    told = []
+    while worker._left:
+        if (said := worker.poll())[0]:
+            told.append(said)
+    return told
+
+
+def test_a_store_of_many_parts_is_over_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told once; the slots then hold what the blocks held, and come back into any others."""
+    monkeypatch.setattr(vllm_worker, "PART_NBYTES", 2 * FULL.page_size_bytes * 3)
+    worker = _worker(check_copies=True)
+    gate = Gate(worker)
+    before = [worker.blocks.page_bytes(block) for block in range(5)]
+    worker.store(7, array("i", range(5)), array("i", [7, 0, 3, 1, 5]))
+    assert [([7], set(), [], set())] == _until_over(worker)
+    assert 3 == len(gate.launched)
+    worker.blocks.poison(range(5))
+    worker.load(8, "r", array("i", [3, 5, 7]), array("i", [0, 4, 2]))
+    assert [([8], set(), ["r"], set())] == _until_over(worker)
+    assert [before[i] for i in (2, 4, 0)] == [worker.blocks.page_bytes(block) for block in (0, 4, 2)]
+    assert (3, 0) == (worker.numbers["checked_blocks"], worker.numbers["wrong_blocks"])
+    assert (5, 3) == tuple(worker.numbers[f"{name}_bytes"] / worker.block_nbytes for name in ("saved", "loaded"))
+    worker.close()
+
+
+def test_a_part_that_fails_fails_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all its parts are over, and not before."""
+    monkeypatch.setattr(vllm_worker, "PART_NBYTES", 2 * FULL.page_size_bytes * 3)
+    worker = _worker()
+    gate = Gate(worker)
+    gate.failing = lambda job: job is gate.launched[0]
+    worker.store(7, array("i", range(5)), array("i", range(5)))
+    assert [([7], {7}, [], set())] == _until_over(worker)
+    assert 3 == len(gate.launched)
+    worker.close()
+
+
+def test_bytes_that_changed_in_the_tier_are_counted() -> None:
+    """`check_copies` compares every loaded block with what was saved."""
+    worker = _worker(check_copies=True)
+    worker.store(0, array("i", [1, 2]), array("i", [4, 5]))
+    _until_over(worker)
+    assert worker.pool.memory is not None
+    worker.pool.memory.poison([5])
+    worker.load(1, "r", array("i", [4, 5]), array("i", [0, 3]))
+    _until_over(worker)
+    assert (2, 1) == (worker.numbers["checked_blocks"], worker.numbers["wrong_blocks"])
     worker.close()

@@ -259,6 +259,10 @@ class Engine:
         """Steps until nothing is left to do."""
         self.until(lambda: not self.scheduler.has_requests() and not self.llm.llm_engine.has_unfinished_requests())
 
+    def finish(self, *rids: str) -> None:
+        """Steps until these have their answers, though copies of theirs may run on."""
+        self.until(lambda: all(rid in self.outputs and self.outputs[rid].finished for rid in rids))
+
     def ask(self, ids: Sequence[int], tokens: int = 1, **more: Any) -> "Answer":
         """A request up to its end, its copies too."""
         rid = self.add(ids, tokens, **more)

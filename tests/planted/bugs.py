@@ -40,6 +40,7 @@ from tests.planted import (
     traffic,
     transfer,
     vision,
+    vllm,
     vllm_scheduling,
 )
 from tests.planted.bug import Bug
@@ -66,6 +67,7 @@ BUGS: tuple[Bug, ...] = (
     *integrations.BUGS,
     *vllm_scheduling.BUGS,
     *serving.BUGS,
+    *vllm.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
