@@ -64,13 +64,13 @@ def metrics(rows: Sequence[Row]) -> dict[str, Metric]:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """The rows as lines of text."""
-    yield f"{'workload':<12}{'configuration':<17}{'metric':<24}{'value':>12}  {'unit':<16}{'limit':<16}reached"
+    yield f"{'workload':<12}{'configuration':<17}{'metric':<24}{'value':>12}  {'unit':<18}{'limit':<20}reached"
     for row in rows:
         value = row.get("value")
         shown = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
         reached = "" if "reached" not in row else "yes" if row["reached"] else "NO"
         words = f"{row['workload']!s:<12}{row['configuration']!s:<17}{row['metric']!s:<24}{shown:>12}"
-        yield f"{words}  {row['unit']!s:<16}{row.get('limit', '')!s:<16}{reached}".rstrip()
+        yield f"{words}  {row['unit']!s:<18}{row.get('limit', '')!s:<20}{reached}".rstrip()
 
 
 def _rows(

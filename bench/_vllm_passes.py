@@ -182,11 +182,15 @@ def run_pass(configuration: Configuration, workload: Workload, place: Place, rep
     return out
 
 
+#: Gauges whose name ends as a counter's does.
+GAUGES = ("kvkeep_pages_",)
+
+
 def changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """What counters rose by, and gauges as they are, of all that vLLM's cache and kvkeep say."""
     out = {}
     for name, value in after.items():
-        counts = name.partition("{")[0].endswith(("_total", "_sum", "_count"))
+        counts = name.partition("{")[0].endswith(("_total", "_sum", "_count")) and not name.startswith(GAUGES)
         if "kvkeep" in name or name.startswith(("vllm:prefix_", "vllm:external_", "vllm:prompt_tokens", "vllm:kv_")):
             out[name] = value - before.get(name, 0.0) if counts else value
     return out
