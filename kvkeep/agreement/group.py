@@ -23,7 +23,7 @@ from kvkeep.cache import TieredCache
 from kvkeep.errors import BadInput, InvariantViolation, LeaseRevoked, NotReady, OutOfPages
 from kvkeep.index.hints import Hint
 from kvkeep.index.media import MediaItem
-from kvkeep.index.names import Fingerprint, Int32s, TokenIds, as_int32, as_token_ids, frame, hash64
+from kvkeep.index.names import Fingerprint, Int32s, TokenIds, as_int32, as_token_ids, frame, hash64, make_identity
 from kvkeep.lease import Lease
 from kvkeep.transfer.backend import NO_WAIT, After
 
@@ -42,10 +42,10 @@ class Request:
 
     @property
     def digest(self) -> int:
-        """64 bits of all of it: ranks must have been asked the same."""
-        flags = bytes((self.reuse, self.store))
-        fields = [("salt", self.salt), ("adapter", self.adapter), ("label", self.label), ("flags", flags)]
+        """64 bits of all of it: ranks must have been asked the same.  `BadInput` for a salt that is no bytes."""
+        fields = [("root", make_identity(b"", self.salt, self.adapter, self.label).record)]
         fields += [("media", repr(item).encode()) for item in self.media]
+        fields += [("flags", bytes((self.reuse, self.store)))]
         return hash64(self.tokens.data, hash64(frame(fields), 0))
 
 
@@ -172,7 +172,7 @@ class Group:
         fingerprint: Fingerprint | bytes,
         settings: Mapping[str, Setting] | None = None,
     ) -> None:
-        own = {"fingerprint": fingerprint, "page_size": how.page_size, **how.settings, **(settings or {})}
+        own = {**how.settings, "page_size": how.page_size, "fingerprint": fingerprint, **(settings or {})}
         self.agreed = agree_settings(channel, own)
         self.stats = GroupStats()
         self._channel = channel

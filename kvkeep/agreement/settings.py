@@ -40,8 +40,9 @@ def agree_settings(
     mine = {rule: _flat(settings) for rule, settings in rules.items()}
     said = channel.exchange("settings", 0, json.dumps(mine).encode())
     ranks: list[dict[str, dict[str, Any]]] = [json.loads(text) for text in said]
-    wrong = [*_differences([{f"({r})": sorted(rank[r]) for r in rules} for rank in ranks], "settings ")]
-    wrong = wrong or [*_differences([rank["same"] for rank in ranks], "")]
+    wrong = _differences([rank["same"] for rank in ranks])
+    for rule in ("least", "most", "first"):  # their values may differ, but not their names
+        wrong += _differences([dict.fromkeys(rank[rule], "there") for rank in ranks])
     if wrong:
         more = f"; and {len(wrong) - DIFFERENCES_MAX} more" if len(wrong) > DIFFERENCES_MAX else ""
         raise BadInput(f"ranks differ: {'; '.join(wrong[:DIFFERENCES_MAX])}{more}: they must be equal on every rank")
@@ -113,13 +114,12 @@ def _flat(settings: Settings) -> dict[str, Any]:
     return out
 
 
-def _differences(ranks: list[dict[str, Any]], before: str) -> list[str]:
+def _differences(ranks: list[dict[str, Any]]) -> list[str]:
     """For each name that ranks have different values of, the first rank whose value is not rank 0's."""
-    names = dict.fromkeys(name for rank in ranks for name in rank)
     out = []
-    for name in names:
-        values = [rank.get(name) for rank in ranks]
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        values = [repr(rank[name]) if name in rank else "missing" for rank in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            out.append(f"{before}{name} is {values[other]!r} on rank {other} and {values[0]!r} on rank 0")
+            out.append(f"{name} is {values[other]} on rank {other} and {values[0]} on rank 0")
     return out

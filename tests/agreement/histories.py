@@ -3,7 +3,7 @@
 Must not look at other ranks: a history returns what this rank saw, and that is compared by others.
 
     by the seed of all       prompts, polls, forwards, tokens that are appended, ends, resets
-    by the rank's own        how far its copies are, which of them fail, what else fills its pool, what else it has stored
+    by the rank's own        how far its copies are, which of them fail, what else fills its pool, what it forgets
 """
 
 import random
@@ -78,7 +78,13 @@ class World:
         """The next thing that happens."""
         ready = [one for one in self.live.values() if one.lease.ready]
         names = ["admit"] * 4 * (len(self.live) < 3) + ["poll"] * 6
-        names += ["extend"] * 3 * bool(ready) + ["compute"] * 6 * bool(ready) + ["finish"] * 5 * bool(ready) + ["abort"] * bool(self.live) + ["reset"] * (self.shared.random() < 0.05)
+        names += (
+            ["extend"] * 3 * bool(ready)
+            + ["compute"] * 6 * bool(ready)
+            + ["finish"] * 5 * bool(ready)
+            + ["abort"] * bool(self.live)
+            + ["reset"] * (self.shared.random() < 0.05)
+        )
         name = self.shared.choice(names)
         getattr(self, name)(*([self.shared.choice(ready)] if name in ("extend", "compute", "finish") else ()))
         self.alone()

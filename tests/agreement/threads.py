@@ -43,19 +43,20 @@ class Meeting:
                 self._round += 1
                 self._condition.notify_all()
                 return self._last
-            arrived = self._condition.wait_for(lambda: self._round > mine or self.lost is not None, self.patience_s)
-            if self._round == mine:
-                self.lost = self.lost or f"only ranks {sorted(self._blocks)} of {self.size} came"
-                self._condition.notify_all()
-                raise RankLost(self.lost)
-            assert arrived
-            return self._last
+            self._condition.wait_for(lambda: self._round > mine or self.lost is not None, self.patience_s)
+            if self._round > mine:
+                return self._last
+            self._lose(f"only ranks {sorted(self._blocks)} of {self.size} came")
+            raise RankLost(self.lost)
 
     def leave(self, rank: int) -> None:
         """A rank is gone: nobody waits for it."""
         with self._condition:
-            self.lost = self.lost or f"rank {rank} has left"
-            self._condition.notify_all()
+            self._lose(f"rank {rank} has left")
+
+    def _lose(self, why: str) -> None:
+        self.lost = self.lost or why
+        self._condition.notify_all()
 
 
 class Seat:
@@ -114,7 +115,7 @@ def on_ranks(
     return results
 
 
-def outcomes(size: int, do: Callable[[Channel], Any]) -> list[Any]:
+def outcomes(size: int, do: Callable[[Channel], Any], patience_s: float = PATIENCE_S) -> list[Any]:
     """What `do` returns or raises on each rank."""
 
     def attempt(channel: Channel) -> Any:
@@ -123,4 +124,4 @@ def outcomes(size: int, do: Callable[[Channel], Any]) -> list[Any]:
         except Exception as error:
             return error
 
-    return together(size, attempt)
+    return together(size, attempt, patience_s)
