@@ -58,7 +58,7 @@ def run(
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
         joins = rank not in absent
-        process = context.Process(target=_rank, args=(rank, size, meet_at, joins, there, scenario, args))
+        process = context.Process(target=_rank, args=(rank, size, scratch, meet_at, joins, there, scenario, args))
         process.start()
         there.close()
         pipes.append(here)
@@ -98,6 +98,7 @@ def _listen(pipes: "list[Connection[Any, Any]]", needed: "set[Connection[Any, An
 def _rank(
     rank: int,
     size: int,
+    scratch: Path,
     meet_at: str,
     joins: bool,
     out: "Connection[Any, Any]",
@@ -110,7 +111,10 @@ def _rank(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meet_at, rank=rank, world_size=size)
+    (scratch / f"begun {rank}").touch()
     if not joins:
+        while len(list(scratch.glob("begun *"))) < size:  # it dies between the world and the group
+            time.sleep(0.01)
         die()
     began = time.monotonic()
     try:
