@@ -318,7 +318,7 @@ def test_real_threads_copy_on_every_rank() -> None:
 # ---------------------------------------------------------------------- a follower checks what it is told
 
 
-def follower_hears(message: bytes, *, pages: int = 4, host_pages: int = 4) -> GroupLease:
+def follower_hears(message: bytes, *, pages: int = 4, host_pages: int = 6) -> GroupLease:
     """What a follower makes of a leader's admission of three pages."""
     follower = Follower(PAGE_SIZE, pages, SimulatedBackend(page_nbytes=16), host_pages)
     lease = GroupLease(0, Request(as_int32([1] * 6), b"", b"", b"", (), True, True), PAGE_SIZE)
@@ -342,14 +342,15 @@ def message(table: Sequence[int], *jobs: Any) -> bytes:
         (message([0, 1, 2], plan("demote", [0], [9])), "targets of demote 1 pages: page 9"),
         (message([0, 1, 2], plan("promote", [9], [0])), "sources of promote 1 pages: page 9"),
         (message([0, 1, 2], plan("promote", [0, 1], [3, 3])), "targets of promote 2 pages: a page is listed twice"),
-        (message([0, 1, 2], plan("clean", [], [], SlotCopy(0, 0, 7, 0, 4))), "page 7, and this rank has pages 0 to 3"),
+        (message([0, 1, 2], plan("clean", [], [], SlotCopy(0, 0, 7, 0, 4))), "page 7, and this rank has pages 0 to 5"),
+        (message([0, 1, 2], plan("promote", [5], [5])), "targets of promote 1 pages: page 5"),
     ],
 )
 def test_ids_that_do_not_fit_the_pools_are_refused(told: bytes, what: str) -> None:
     """A follower touches no page that it has not, and lists none twice."""
     with pytest.raises(InvariantViolation, match=what):
         follower_hears(told)
-    assert [0, 1, 2] == list(follower_hears(message([0, 1, 2], plan("promote", [3], [3]))).table)
+    assert [0, 1, 2] == list(follower_hears(message([0, 1, 2], plan("promote", [5], [3]))).table)
 
 
 def test_copies_for_a_follower_without_host_pages_are_refused() -> None:
@@ -367,7 +368,8 @@ def test_copies_of_a_follower_come_after_its_own_event() -> None:
     follower.fence(event)
     job = Job(JobNumber(3), plan("demote", [0], [0]), NO_WAIT, 0, 0.0)
     follower.settle([], [wire.plans([job]) + wire.ids([])])
-    backend.step()
+    for _ in range(20):
+        backend.step()
     assert ([], None) == wire.read_reports(wire.Reader(follower.report([], None)))
     event.done = True
     for _ in range(20):

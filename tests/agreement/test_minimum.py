@@ -99,14 +99,16 @@ def test_the_shortest_match_is_taken_by_all(stored: tuple[int, ...]) -> None:
 def test_nothing_is_loaded_before_the_length_is_agreed() -> None:
     """A rank whose pages are in host memory loads those that all have, and no other."""
 
-    def run(member: Member) -> tuple[int, int]:
+    def run(member: Member) -> tuple[int, int, int]:
         member.store(5 if not member.number else 2)
         if not member.number:
             member.push_out()
         lease = member.ready(member.group.admit(PROMPT))
-        return lease.matched_len, member.stats.matched_host_tokens
+        assert member.own.transfers is not None
+        loaded = member.own.transfers.stats().by["h2d", "promote"].pages
+        return lease.matched_len, loaded, member.minimum.shortened
 
-    assert [(4, 4), (4, 0)] == on_members(2, run, host_pages=16)
+    assert [(4, 2, 0), (4, 0, 0)] == on_members(2, run, host_pages=16)
 
 
 def test_a_request_runs_nowhere_before_all_have_their_pages() -> None:
@@ -322,7 +324,7 @@ def test_bad_input_is_refused_on_every_rank_and_the_group_goes_on(
 def test_the_prompts_buffer_may_be_used_again_at_once() -> None:
     """A request that has to be admitted once more is the one that was asked for."""
 
-    def run(member: Member) -> tuple[int, int]:
+    def run(member: Member) -> tuple[int, int, int]:
         member.store(5)
         member.push_out()
         member.backend._fail_rate = 1.0 if member.number == 1 else 0.0
@@ -335,6 +337,7 @@ def test_the_prompts_buffer_may_be_used_again_at_once() -> None:
         member.backend._fail_rate = 0.0
         member.settle()
         again = member.ready(member.group.admit(PROMPT))
-        return again.matched_len, len(member.wrong(again, PROMPT, again.matched_len))
+        written_over = member.own.look(buffer, b"", b"", b"", (), True).pages
+        return again.matched_len, len(member.wrong(again, PROMPT, again.matched_len)), written_over
 
-    assert [(10, 0)] * 3 == on_members(3, run, host_pages=16)
+    assert [(10, 0, 0)] * 3 == on_members(3, run, host_pages=16)

@@ -20,12 +20,19 @@ PROMPT = list(range(11))
 
 
 class Tiers:
-    """A cache without bytes, over two tiers if there are host pages; copies end in `settle`."""
+    """A cache without bytes, over two tiers if there are host pages; copies end in `settle`.
 
-    def __init__(self, pages: int = 12, host_pages: int = 0, **more: Any) -> None:
+    in_flight: pages that may be on their way at once; of loads that wait, two.
+    """
+
+    def __init__(self, pages: int = 12, host_pages: int = 0, in_flight: int = 1000, **more: Any) -> None:
         self.backend = SimulatedBackend(page_nbytes=16, when=When.LATE)
         transfers = TransferManager(
-            self.backend, bytes_in_flight_max=1 << 20, queue_pages_max=4, deadline_s=1e9, clock=self.backend.clock
+            self.backend,
+            bytes_in_flight_max=in_flight * 16,
+            queue_pages_max=2,
+            deadline_s=1e9,
+            clock=self.backend.clock,
         )
         self.cache = TieredCache(
             CacheConfig(page_size=PAGE_SIZE, eviction="lru"),
@@ -93,6 +100,25 @@ def test_what_is_seen_is_what_is_admitted(host_pages: int) -> None:
                 if not one.revoked:
                     tiers.cache.finish(one, one.length)
     assert seen["refused"] and seen["matched"] and bool(host_pages) == bool(seen["on the way"]), seen
+
+
+def test_a_load_that_would_be_refused_is_no_match() -> None:
+    """While the queue of loads is full, pages in host memory are computed: that is what a look says."""
+    tiers = Tiers(pages=30, host_pages=30, in_flight=4)
+    documents = [[first + at for at in range(9)] for first in (100, 200, 300)]
+    for document in documents:
+        tiers.serve(document)
+    fill = []
+    for at in range(15):
+        fill.append(tiers.cache.admit([at] * 4, reuse=False, store=False))
+        tiers.settle()
+    for lease in fill:
+        tiers.cache.abort(lease)
+    found = []
+    for document in documents:
+        look = tiers.look(document)
+        found.append((look.pages, tiers.cache.admit(document).matched_len // PAGE_SIZE))
+    assert [(4, 4), (4, 4), (0, 0)] == found
 
 
 def test_a_look_is_refused_what_could_never_be_admitted() -> None:
