@@ -39,8 +39,9 @@ class Distributed:
     """A `Transport` over a process group of its own.
 
     ranks: of the world, those that are members; None: all.  Every one of them must make it, with the same values.
-    deadline_s: seconds after which a rank that has not come is taken for lost.  A rank that has died is noticed at once
-        by its neighbours, and by the others as they go; one that hangs is noticed at the deadline.
+    deadline_s: seconds after which a rank that has not come is taken for lost: more than ranks are ever apart while all
+        are well.  A rank that has died is noticed at once by its neighbours, and by the others as they go; one that
+        hangs is noticed at the deadline.
     backend: what carries the blocks.  "nccl": through the memory of the current CUDA device.
     Raises `BadInput`, or `RankLost` when a member does not come.
     """

@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvkeep import __version__
 from kvkeep.agreement.channel import Channel
 from kvkeep.agreement.settings import Setting, agree_settings
 from kvkeep.cache import TieredCache
 from kvkeep.errors import BadInput, InvariantViolation, LeaseRevoked, NotReady, OutOfPages
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import MediaItem
+from kvkeep.index.media import MediaItem, chunk_end, place_media
 from kvkeep.index.names import Fingerprint, Int32s, TokenIds, as_int32, as_token_ids, frame, hash64, make_identity
 from kvkeep.lease import Lease
 from kvkeep.transfer.backend import NO_WAIT, After
@@ -58,7 +59,9 @@ class GroupLease:
     live: False once it has ended.   local: the lease in this rank's cache, if this rank has one.
     """
 
-    __slots__ = ("length", "live", "local", "matched", "number", "page_count", "ready", "request", "revoked", "table")
+    __slots__ = (
+        "length", "live", "local", "matched", "number", "page_count", "ready", "request", "revoked", "table", "units",
+    )  # fmt: skip
 
     def __init__(self, number: int, request: Request, page_size: int) -> None:
         self.number = number
@@ -71,6 +74,7 @@ class GroupLease:
         self.table = array("i")
         self.matched = 0
         self.request: Request | None = request  # until it is ready: it may have to be admitted with less
+        self.units = place_media(request.media, page_size, self.length).units if request.media else ()
 
     @property
     def pages(self) -> "array[int]":
@@ -83,6 +87,10 @@ class GroupLease:
         """Positions that every rank took from its pages: the prefill begins there; `NotReady` before all agree."""
         self.check_ready()
         return self.matched
+
+    def chunk_end(self, kv_len: int, want: int) -> int:
+        """Where a prefill chunk ends that begins at `kv_len` and would end at `want`; see `Lease.chunk_end`."""
+        return chunk_end(self.units, kv_len, want)
 
     def check_ready(self) -> None:
         """Raises unless forwards may be launched over it."""
@@ -172,8 +180,8 @@ class Group:
         fingerprint: Fingerprint | bytes,
         settings: Mapping[str, Setting] | None = None,
     ) -> None:
-        own = {**how.settings, "page_size": how.page_size, "fingerprint": fingerprint, **(settings or {})}
-        self.agreed = agree_settings(channel, own)
+        own = {**how.settings, "page_size": how.page_size, "fingerprint": fingerprint, "release": __version__}
+        self.agreed = agree_settings(channel, {**own, **(settings or {})})
         self.stats = GroupStats()
         self._channel = channel
         self._how = how

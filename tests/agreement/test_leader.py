@@ -14,6 +14,7 @@ from kvkeep.agreement.leader import GroupBackend, Leader
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, KvkeepError, OutOfPages
+from kvkeep.index.media import MediaItem
 from kvkeep.index.names import as_int32
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
@@ -129,6 +130,18 @@ def test_a_refusal_of_the_leader_is_one_everywhere() -> None:
 
     found = on_members(3, run)
     assert found[0] == found[1] == found[2] and "5 pages asked for" in found[0][0] and "50 pages" in found[0][1]
+
+
+def test_followers_know_where_a_chunk_may_end() -> None:
+    """They have no lease of a cache, and media whose inside looks ahead are split on no rank."""
+
+    def run(member: Member) -> tuple[int, int]:
+        with pytest.raises(BadInput, match="11 tokens"):
+            member.group.admit(PROMPT, media=[MediaItem(9, 4, b"d" * 16)])
+        lease = member.ready(member.group.admit(PROMPT, media=[MediaItem(3, 4, b"d" * 16, causal=False)]))
+        return lease.chunk_end(0, 5), lease.chunk_end(3, 5)
+
+    assert [(3, 7)] * 2 == on_members(2, run)
 
 
 def test_a_block_table_longer_than_a_block() -> None:
