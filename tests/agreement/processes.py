@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.agreement.channel import Channel
-from kvkeep.agreement.distributed import Distributed
+from kvkeep.agreement.distributed import BackendName, Distributed
 from kvkeep.errors import RankLost
 
 DEADLINE_S = 2.0
@@ -44,12 +44,14 @@ def run(
     stopped: tuple[int, ...] = (),
     absent: tuple[int, ...] = (),
     tcp: bool = False,
+    backend: BackendName = "gloo",
 ) -> list[Outcome]:
     """What becomes of `size` ranks that each run `scenario(channel, *args)`.   scratch: an empty folder.
 
     stopped: ranks that will stop themselves (SIGSTOP): they are killed once the others have ended.
     absent: ranks that die before they join the group.
     tcp: rank 0 is where the others meet at first, and that ends with it; otherwise that is a file.
+    backend: what carries blocks; "nccl" needs a CUDA device for each rank.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tests.agreement.scenarios"])
@@ -58,7 +60,9 @@ def run(
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
         joins = rank not in absent
-        process = context.Process(target=_rank, args=(rank, size, scratch, meet_at, joins, there, scenario, args))
+        process = context.Process(
+            target=_rank, args=(rank, size, scratch, meet_at, joins, backend, there, scenario, args)
+        )
         process.start()
         there.close()
         pipes.append(here)
@@ -101,6 +105,7 @@ def _rank(
     scratch: Path,
     meet_at: str,
     joins: bool,
+    backend: BackendName,
     out: "Connection[Any, Any]",
     scenario: Callable[..., Any],
     args: tuple[Any, ...],
@@ -110,6 +115,8 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group("gloo", init_method=meet_at, rank=rank, world_size=size)
     (scratch / f"begun {rank}").touch()
     if not joins:
@@ -119,7 +126,7 @@ def _rank(
     began = time.monotonic()
     try:
         try:
-            transport = Distributed(None, deadline_s=DEADLINE_S, backend="gloo")
+            transport = Distributed(None, deadline_s=DEADLINE_S, backend=backend)
         except RankLost:
             out.send((time.monotonic() - began, None))
             return

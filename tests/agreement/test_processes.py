@@ -89,6 +89,21 @@ def test_the_rank_that_all_met_at_dies(tmp_path: Path) -> None:
     check_noticed(2, "minimum", 0, "poll", "kill", tmp_path, tcp=True)
 
 
+def test_blocks_through_device_memory(tmp_path: Path) -> None:
+    """NCCL carries them as gloo does, and a rank that dies is noticed as well."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a CUDA device for each rank, and there are not two")
+    seeds = range(60_000, 60_003)
+    outcomes = run(2, scenarios.histories, "leader", seeds, scratch=tmp_path, backend="nccl")
+    assert [(None, 0)] * 2 == [(o.error, o.code) for o in outcomes]
+    for i, seed in enumerate(seeds):
+        compare([o.value[i] for o in outcomes], "leader", seed)
+    (again := tmp_path / "again").mkdir()
+    outcomes = run(2, scenarios.life, "minimum", 1, "poll", "kill", scratch=again, backend="nccl")
+    assert outcomes[0].value is not None and outcomes[0].value[0] < DEADLINE_S + SLACK_S, outcomes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize(("mechanism", "victim", "step"), EVERY)
