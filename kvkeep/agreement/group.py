@@ -11,9 +11,9 @@ Every rank makes the same calls in the same order with the same arguments, as ra
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from kvkeep.agreement.settings import Setting, agree_settings
 from kvkeep.cache import TieredCache
 from kvkeep.errors import BadInput, InvariantViolation, LeaseRevoked, NotReady, OutOfPages
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import MediaItem, chunk_end, place_media
+from kvkeep.index.media import MediaItem, check_ends, chunk_end, place_media
 from kvkeep.index.names import Fingerprint, Int32s, TokenIds, as_int32, as_token_ids, frame, hash64, make_identity
 from kvkeep.lease import Lease
 from kvkeep.transfer.backend import NO_WAIT, After
@@ -57,10 +57,12 @@ class GroupLease:
     ready: every rank has said that its pages are there, and how many matched: forwards may be launched.
     revoked: a rank could not have it after all; it has ended on every rank, and is to be admitted again.
     live: False once it has ended.   local: the lease in this rank's cache, if this rank has one.
+    sealed: leading pages that are immutable.
     """
 
     __slots__ = (
-        "length", "live", "local", "matched", "number", "page_count", "ready", "request", "revoked", "table", "units",
+        "length", "live", "local", "matched", "number", "page_count", "ready", "request", "revoked", "sealed", "table",
+        "units",
     )  # fmt: skip
 
     def __init__(self, number: int, request: Request, page_size: int) -> None:
@@ -73,6 +75,7 @@ class GroupLease:
         self.local: Lease | None = None
         self.table = array("i")
         self.matched = 0
+        self.sealed = 0
         self.request: Request | None = request  # until it is ready: it may have to be admitted with less
         self.units = place_media(request.media, page_size, self.length).units if request.media else ()
 
@@ -219,13 +222,12 @@ class Group:
         `RankLost`; `InvariantViolation` when other ranks were asked something else.
         """
         ids = np.array(as_int32(tokens), dtype=np.int32)  # of its own: it may have to be admitted again
-        lease = GroupLease(
-            self._numbers, Request(ids, salt, adapter, label, tuple(media), reuse, store), self._page_size
-        )
-        assert lease.request is not None
+        request = Request(ids, salt, adapter, label, tuple(media), reuse, store)
+        digest = request.digest
+        lease = GroupLease(self._numbers, request, self._page_size)
         offer = self._how.offer(lease)
         try:
-            said = self._channel.exchange("admit", lease.request.digest, offer)
+            said = self._channel.exchange("admit", digest, offer)
             self._how.open(lease, said)
         except BaseException as error:
             self.stats.refusals += isinstance(error, OutOfPages)
@@ -256,6 +258,7 @@ class Group:
                 self.stats.revocations += 1
                 self._end(lease)
             else:
+                lease.sealed = lease.matched // self._page_size
                 self.stats.matched_tokens += lease.matched
         return over
 
@@ -288,13 +291,14 @@ class Group:
 
     def seal(self, lease: GroupLease, kv_len: int) -> None:
         """Says that the first `kv_len` positions hold committed KV on every rank; see `TieredCache.seal`."""
-        lease.check_ready()
+        self._check_kv_len(lease, kv_len)
         if lease.local is not None and self._how.cache is not None:
             self._how.cache.seal(lease.local, kv_len)
+        lease.sealed = kv_len // self._page_size
 
     def finish(self, lease: GroupLease, kv_len: int, hint: Hint | None = None) -> None:
         """Ends a request; its full pages stay.  See `TieredCache.finish`."""
-        lease.check_ready()
+        self._check_kv_len(lease, kv_len)
         if lease.local is not None and self._how.cache is not None:
             self._how.cache.finish(lease.local, kv_len, hint)
         self._forget(lease)
@@ -319,6 +323,14 @@ class Group:
 
     # ------------------------------------------------------------------ inside
 
+    def _check_kv_len(self, lease: GroupLease, kv_len: int) -> None:
+        """As the cache does, on ranks without one as well: what is refused is refused on all of them."""
+        lease.check_ready()
+        sealed_len = lease.sealed * self._page_size
+        if not sealed_len <= kv_len <= lease.length:
+            raise BadInput(f"kv_len {kv_len}: it must be {sealed_len} to {lease.length}, sealed to known")
+        check_ends(lease.units, "kv_len", kv_len)
+
     def _end(self, lease: GroupLease) -> None:
         if lease.local is not None and self._how.cache is not None:
             self._how.cache.abort(lease.local)
@@ -331,5 +343,5 @@ class Group:
         self._waiting.pop(lease.number, None)
 
 
-def _digest(numbers: Any) -> int:
+def _digest(numbers: Iterable[int]) -> int:
     return hash64(array("q", numbers).tobytes(), 0)

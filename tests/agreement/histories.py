@@ -86,6 +86,7 @@ class World:
             + ["reset"] * (self.shared.random() < 0.05)
         )
         name = self.shared.choice(names)
+        self.rank.now += 1.0
         getattr(self, name)(*([self.shared.choice(ready)] if name in ("extend", "compute", "finish") else ()))
         self.alone()
         self.rank.check_invariants()

@@ -21,6 +21,7 @@ from kvkeep.agreement.minimum import Minimum
 from kvkeep.cache import TieredCache
 from kvkeep.config import CacheConfig
 from kvkeep.index.names import hash64
+from kvkeep.index.orders import make_order
 from kvkeep.lease import Lease
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
@@ -65,6 +66,7 @@ class Rank:
         self.backend = SimulatedBackend(
             self.memory, self.below, seed=self.random.randrange(1 << 30), fail_rate=fail_rate, stuck_rate=stuck_rate
         )
+        self.now = 0.0  # seconds, for an order that learns: who wants some to pass says so
         self.cache: TieredCache | None = None
         self.others: list[Lease] = []  # of this rank alone, which the group knows nothing of
         leads = mechanism == "leader" and not channel.rank
@@ -76,9 +78,11 @@ class Rank:
             )  # fmt: skip
             config = CacheConfig(page_size=PAGE_SIZE, eviction=eviction, ghosts=False)  # type: ignore[arg-type]
             host = CpuPool.bookkeeping(host_pages) if host_pages else None
+            order = make_order(config.eviction, pages, now=lambda: self.now, seed=self.random.randrange(1 << 30))
             self.cache = TieredCache(
-                config, GpuPool.bookkeeping(pages), FINGERPRINT, host=host, transfers=transfers if host else None
-            )
+                config, GpuPool.bookkeeping(pages), FINGERPRINT, host=host, transfers=transfers if host else None,
+                order=order,
+            )  # fmt: skip
         how: Minimum | Leader | Follower
         if mechanism == "minimum":
             assert self.cache is not None

@@ -144,6 +144,24 @@ def test_followers_know_where_a_chunk_may_end() -> None:
     assert [(3, 7)] * 2 == on_members(2, run)
 
 
+def test_a_wrong_kv_len_is_refused_on_every_rank() -> None:
+    """Also on followers, who have nothing to seal: no rank ends a request that another goes on with."""
+
+    def run(member: Member) -> bool:
+        item = MediaItem(7, 3, b"d" * 16, causal=False)
+        lease = member.ready(member.group.admit(PROMPT, media=[item]))
+        member.group.seal(lease, 4)
+        for kv_len in (3, 12, 8):
+            with pytest.raises(BadInput, match=f"kv_len {kv_len}"):
+                member.group.finish(lease, kv_len)
+        with pytest.raises(BadInput, match="kv_len 3"):
+            member.group.seal(lease, 3)
+        member.group.finish(lease, 11)
+        return lease.live
+
+    assert [False] * 3 == on_members(3, run)
+
+
 def test_a_block_table_longer_than_a_block() -> None:
     """Thousands of ids arrive whole."""
 

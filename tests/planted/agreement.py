@@ -127,6 +127,13 @@ BUGS: tuple[Bug, ...] = (
         "                self.stats.revocations += 1\n",
         (OF_MINIMUM + "test_a_request_that_one_rank_loses_is_revoked_on_all",),
     ),
+    Bug(
+        "agree-followers-do-not-know-what-is-sealed",
+        GROUP,
+        "            self._how.cache.seal(lease.local, kv_len)\n        lease.sealed = kv_len // self._page_size\n",
+        "            self._how.cache.seal(lease.local, kv_len)\n",
+        (OF_LEADER + "test_a_wrong_kv_len_is_refused_on_every_rank",),
+    ),
     # The minimum.
     Bug(
         "minimum-is-the-longest",
