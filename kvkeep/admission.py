@@ -123,7 +123,8 @@ class Admission:
         self._storing.begun(lease)
         self._leases[number] = lease
         if self._misses is not None and reuse is not None:
-            looked = Looked(matched, limit, name, host_found - (matched - on_gpu), declined, reuse)
+            capped = _storable((length - 1) // self._page_size, media) - limit if reuse else 0
+            looked = Looked(matched, limit, name, host_found - (matched - on_gpu), declined, reuse, capped)
             self._misses.admitted(number, identity, raw, media.by_page, looked)
         return lease
 

@@ -60,5 +60,9 @@ class EventsLost(KvkeepError):
     """Events after the number asked for are no longer kept: take a snapshot and go on from there."""
 
 
+class RankLost(KvkeepError):
+    """A rank of a group did not answer in time: it has died, or hangs.  The group decides nothing any more."""
+
+
 class InvariantViolation(RuntimeError):
     """A bug of kvkeep's own, or a caller that broke the protocol (a double release): the program must stop."""

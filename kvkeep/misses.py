@@ -49,6 +49,7 @@ class Cause(StrEnum):
     SLOWER = "faster to compute than to load"
     NO_ROOM = "too little room"  #: in host memory, and the load was refused or its bytes are not there yet
     OPTED_OUT = "reuse was declined"
+    CAPPED = "no more was to be taken"  #: since another rank of the group has less
     NO_IDENTITY = "media without a digest"
     REST = "no full page"  #: the last token, which is computed always, and the part of a page before it
 
@@ -68,7 +69,7 @@ class Looked:
 
     matched: pages that it took, the last one called `name`.   limit: pages that it might have taken.
     below: pages behind them that host memory has, and that are not loaded; `declined`: for loading them takes longer.
-    reuse: False when it wanted none.
+    reuse: False when it wanted none.   capped: pages behind `limit` that it was not to take.
     """
 
     matched: int
@@ -77,6 +78,7 @@ class Looked:
     below: int = 0
     declined: bool = False
     reuse: bool = True
+    capped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,10 @@ class MissLedger:
         nbytes, prompt_tokens = size * TOKEN_NBYTES, len(raw) // TOKEN_NBYTES
         whole = (prompt_tokens - 1) // size
         causes: Counter[Cause] = Counter()
-        if limit < whole:
-            causes[Cause.NO_IDENTITY if looked.reuse else Cause.OPTED_OUT] += whole - limit
+        if looked.capped:
+            causes[Cause.CAPPED] += looked.capped
+        if limit + looked.capped < whole:
+            causes[Cause.NO_IDENTITY if looked.reuse else Cause.OPTED_OUT] += whole - limit - looked.capped
         names = chain_names(name, raw[matched * nbytes : limit * nbytes], nbytes, matched, media, self._hash)
         plain = chain_names(_PLAIN, raw[: limit * nbytes], nbytes, hash_fn=self._hash)
         why = [

@@ -96,11 +96,15 @@ class CpuPool:
             raise BadInput(f"{self._failure(self._pinning)}; the rest stays unpinned")
         return over
 
-    def close(self) -> None:
-        """Unpins and lets go of the memory.  No copy may be in flight."""
+    def unpin(self) -> None:
+        """From now on copies go through a buffer of the device's driver.  No copy may be in flight."""
         if self._pinning is not None:
             self._pinning.release()
             self._pinning = None
+
+    def close(self) -> None:
+        """Unpins and lets go of the memory.  No copy may be in flight."""
+        self.unpin()
         self.memory = None
 
     # ------------------------------------------------------------------ inside

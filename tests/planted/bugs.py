@@ -22,6 +22,7 @@ for ever: only then does running out of time count as caught.
 """
 
 from tests.planted import (
+    agreement,
     cache,
     cuda,
     encoder,
@@ -51,6 +52,7 @@ BUGS: tuple[Bug, ...] = (
     *tiers.BUGS,
     *index.BUGS,
     *cache.BUGS,
+    *agreement.BUGS,
     *media.BUGS,
     *traffic.BUGS,
     *encoder.BUGS,
