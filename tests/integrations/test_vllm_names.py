@@ -90,7 +90,7 @@ def test_a_request_that_cannot_be_named_is_counted_and_not_cached(
     assert report is not None and 1 == report["counters"][f"unnamed_{reason}"]
 
 
-def _side(whole_media: bool = False, ranks: int = 1) -> SchedulerSide:
+def _side(whole_media: bool = False, ranks: int = 1, looks_ahead: bool = False) -> SchedulerSide:
     side = SchedulerSide(
         block_tokens=16,
         blocks_per_page=1,
@@ -98,6 +98,7 @@ def _side(whole_media: bool = False, ranks: int = 1) -> SchedulerSide:
         ranks=ranks,
         fingerprint=b"f",
         whole_media=whole_media,
+        looks_ahead=looks_ahead,
         events=False,
     )
     side.begin(64)
@@ -189,6 +190,15 @@ def test_a_request_that_needs_its_prompt_computed_is_promised_nothing() -> None:
     assert 96 == side.matched(_request(), 0)
     reads_not = Request("r", [7] * 100, SamplingParams(max_tokens=4, prompt_logprobs=1), None)
     assert 0 == side.matched(reads_not, 0)
+
+
+def test_the_last_page_of_a_match_is_left_where_a_draft_model_looks_ahead() -> None:
+    """Its KV of the page's last position depends on the token behind it, which may be another one here."""
+    side = _side(looks_ahead=True)
+    _kept(side, _request())
+    side.arrived(_request())
+    assert 80 == side.matched(_request(), 0)
+    assert 0 == side.matched(_request(17), 0)
 
 
 def test_a_store_is_there_when_every_rank_has_it() -> None:

@@ -297,7 +297,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-tells-of-an-admission-twice",
         CACHE,
-        "reuse if instead_of is None else None",
+        "None if instead_of else reuse",
         "reuse",
         (LOOK + "test_what_was_not_to_be_taken_is_a_cause_of_its_own",),
     ),
