@@ -88,6 +88,7 @@ def server(model: str, *, kept: bool) -> Iterator[str]:
     words += ["--enable-prompt-tokens-details", *(["--kv-transfer-config", json.dumps(CONNECTOR)] if kept else [])]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the server would outlive us
     with tempfile.NamedTemporaryFile("w", prefix="vllm-", suffix=".log", delete=False) as log:
         process = subprocess.Popen(
             words,
