@@ -133,6 +133,8 @@ def smollm2() -> str:
 def chat(url: str, agents: int, turns: int) -> None:
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     model = client.models.list().data[0].id
+    hello: list[Any] = [{"role": "user", "content": "Hello."}]
+    client.chat.completions.create(model=model, messages=hello, max_tokens=1)  # what a server does once is not shown
     readers = [Agent(file) for file in READ[:agents]]
     for _ in range(turns):
         for reader in readers:
