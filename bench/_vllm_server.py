@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_NAME = "model"
 START_S_MAX = 300.0
-STOP_S_MAX = 60.0
+STOP_S_MAX = 30.0
 GONE_S_MAX = 5.0
 MEMORY_EVERY_S = 1.0
 TAIL_LINES = 15

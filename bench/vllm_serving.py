@@ -10,6 +10,7 @@ The report is ok when every limit is reached; README.md beside this file says wh
 """
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -187,6 +188,7 @@ def main(arguments: list[str]) -> int:
     """`run` from a checkout; writes the report, to `DEFAULT_JSON` unless --json says where or the run is a smoke."""
     from kvkeep import cli
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the servers would outlive us
     plain = any(word.split("=")[0] in ("--json", "--quick", "-h", "--help") for word in arguments)
     return cli.main(["bench", "vllm_serving", *arguments, *([] if plain else ["--json", str(DEFAULT_JSON)])])
 

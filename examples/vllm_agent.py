@@ -88,6 +88,7 @@ def server(model: str, *, kept: bool) -> Iterator[str]:
     words += ["--enable-prompt-tokens-details", *(["--kv-transfer-config", json.dumps(CONNECTOR)] if kept else [])]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the server would outlive us
     with tempfile.NamedTemporaryFile("w", prefix="vllm-", suffix=".log", delete=False) as log:
         process = subprocess.Popen(
             words,
@@ -132,6 +133,8 @@ def smollm2() -> str:
 def chat(url: str, agents: int, turns: int) -> None:
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     model = client.models.list().data[0].id
+    hello: list[Any] = [{"role": "user", "content": "Hello."}]
+    client.chat.completions.create(model=model, messages=hello, max_tokens=1)  # what a server does once is not shown
     readers = [Agent(file) for file in READ[:agents]]
     for _ in range(turns):
         for reader in readers:
