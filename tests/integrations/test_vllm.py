@@ -38,18 +38,18 @@ def test_a_second_pass_over_more_than_vllm_holds_comes_from_the_tier(engine: Eng
     cache gives another text than the cold run, the tier gives that one.
     """
     prompts = [ids_of(600, seed) for seed in range(4)]
-    cold = [engine.ask(prompt, 40) for prompt in prompts]
+    cold = [engine.ask(prompt, 12) for prompt in prompts]
     assert [0] * 4 == [answer.cached for answer in cold]
     own = []
     for prompt in prompts:
         engine.renew()
-        engine.ask(prompt, 40)
-        own.append(engine.ask(prompt, 40))
+        engine.ask(prompt, 12)
+        own.append(engine.ask(prompt, 12))
         assert 0 == engine.side.counters["loaded_tokens"]
     engine.renew()
     for prompt in prompts:
-        engine.ask(prompt, 40)
-    again = [engine.ask(prompt, 40) for prompt in prompts]
+        engine.ask(prompt, 12)
+    again = [engine.ask(prompt, 12) for prompt in prompts]
     assert [576] * 4 == [answer.cached for answer in again]
     assert [answer.text for answer in own] == [answer.text for answer in again]
     assert 4 * 576 == engine.side.counters["loaded_tokens"]
@@ -262,11 +262,11 @@ def test_preempted_requests_end_with_the_same_texts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, slow: bool
 ) -> None:
     """Six requests that together need more than vLLM's space; what was theirs comes back from the tier."""
-    prompts = [ids_of(100, seed) for seed in range(6)]
-    alone = [engine.ask(prompt, 150).ids for prompt in prompts]
+    prompts = [ids_of(130, seed) for seed in range(6)]
+    alone = [engine.ask(prompt, 120).ids for prompt in prompts]
     engine.renew()
     preempted = _preemptions(engine, monkeypatch)
-    rids = [engine.add(prompt, 150) for prompt in prompts]
+    rids = [engine.add(prompt, 120) for prompt in prompts]
     draw = random.Random(1)
     while slow and engine.scheduler.has_requests() and len(preempted) < 4:
         engine.gate.closed = {d for d in ("h2d", "d2h") if draw.random() < 0.5}
@@ -366,7 +366,7 @@ def test_a_reset_with_requests_preempts_them_and_forgets_everything(engine: Engi
 # ---------------------------------------------------------------------- everything at once
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_requests_with_random_delays_and_aborts_end_right(engine: Engine, seed: int) -> None:
     """Prompts that share prefixes, a small tier, copies that begin late, aborts, resets: texts and counts hold."""
     print(f"seed {seed}")
@@ -375,7 +375,7 @@ def test_random_requests_with_random_delays_and_aborts_end_right(engine: Engine,
     stem = ids_of(1000, seed)
     running: dict[str, tuple[int, int]] = {}
     kept: list[tuple[tuple[int, int], str]] = []
-    for turn in range(24):
+    for turn in range(16):
         cut, own = draw.randrange(20, 400), draw.randrange(3)
         rid = engine.add([*stem[:cut], *ids_of(own * 90 + 5, own)], draw.randrange(1, 60))
         running[rid] = (cut, own)

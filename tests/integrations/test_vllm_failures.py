@@ -113,6 +113,8 @@ def test_an_engine_outlives_its_copies(engine: Engine, direction: str) -> None:
     prompt, other = ids_of(300, seed=1), ids_of(300, seed=2)
     texts = [engine.ask(ids, 20).ids for ids in (prompt, other)]
     engine.renew()
+    engine.ask(ids_of(70, seed=3))
+    assert 2 == engine.in_tier
     if direction == "h2d":
         engine.ask(prompt)
         engine.forget_blocks()
@@ -200,7 +202,7 @@ def test_events_tell_pages_that_take_the_place_of_others(engine: Engine) -> None
     """Two requests computed the same pages; those of the first leave, those of the second are there from then on."""
     engine.renew(cpu_tier_gib=gib(32), eviction="lru")
     prompt = ids_of(130, seed=1)
-    _, second = engine.add(prompt), engine.add(prompt, 60)
+    _, second = engine.add(prompt), engine.add(prompt, 25)
     engine.until(lambda: 4 == engine.in_tier)
     other = engine.add(ids_of(900, seed=2))
     engine.finish(other)

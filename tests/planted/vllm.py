@@ -174,7 +174,7 @@ BUGS = (
         SCHEDULER,
         "        return bool(self._jobs or self._late)\n",
         "        return False\n",
-        ENGINE + "test_an_abort_while_it_generates_keeps_what_was_computed",
+        ENGINE + "test_what_another_request_is_storing_is_stored_once",
     ),
     in_vllm(
         "job-is-over-when-one-rank-is-through",
