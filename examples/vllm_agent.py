@@ -31,7 +31,7 @@ import openai
 
 ROOT = Path(__file__).resolve().parent.parent
 READ: tuple[ModuleType, ...] = (argparse, ast, inspect, json, tempfile, subprocess)
-LINES_A_TURN = 60
+LINES_A_TURN, TURNS_MAX = 40, 6
 SYSTEM = (
     "You are a careful programmer who reads code. After each piece you say, in one short sentence, what it is for. "
 )
@@ -41,8 +41,9 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_tier_gib": 1},
 }
-#: Of vLLM's KV space, in blocks of 128 tokens: room for one agent and a half.
-BLOCKS, LENGTH_MAX = 49, 4096
+#: vLLM's KV space, in blocks of 128 tokens: room for the longest conversation there can be, and little more.
+LENGTH_MAX = 3328
+BLOCKS = LENGTH_MAX // 128 + 1
 
 
 class Agent:
@@ -145,12 +146,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Agents that take turns at one vLLM server.", allow_abbrev=False)
     parser.add_argument("--base-url", metavar="URL", help="of a server that is up, with /v1 at its end")
     parser.add_argument("--model", help="what to serve where none is up (SmolLM2-135M-Instruct)")
-    parser.add_argument("--agents", type=int, default=3, metavar="N", help=f"1 to {len(READ)} (%(default)s)")
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="of each (%(default)s)")
+    parser.add_argument("--agents", type=int, default=4, metavar="N", help=f"1 to {len(READ)} (%(default)s)")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help=f"of each, 1 to {TURNS_MAX} (%(default)s)")
     parser.add_argument("--without", action="store_true", help="start the server without kvkeep")
     options = parser.parse_args()
-    if not 1 <= options.agents <= len(READ) or options.turns < 1:
-        parser.error(f"--agents must be 1 to {len(READ)}, --turns 1 or more")
+    if not (1 <= options.agents <= len(READ) and 1 <= options.turns <= TURNS_MAX):
+        parser.error(f"--agents must be 1 to {len(READ)}, --turns 1 to {TURNS_MAX}")
     if options.base_url:
         chat(options.base_url, options.agents, options.turns)
         return
