@@ -165,6 +165,17 @@ class KvkeepConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_tier(self._settings, slots, first.block_nbytes, len(ranks), self._block_tokens, longest)
         self._the_scheduler().begin(slots)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """vLLM's cache: when it is emptied, no block may be held, and the connector is asked too late for that."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        scheduler, empty = self._the_scheduler(), kv_cache_manager.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            scheduler.give_up_stores()
+            return bool(empty())
+
+        kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's blocks."""
         self._the_scheduler().bind(gpu_block_pool)

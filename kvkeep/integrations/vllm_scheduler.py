@@ -386,6 +386,18 @@ class SchedulerSide:
         """Whether blocks come free when copies are over."""
         return bool(self._storing or self._late)
 
+    def give_up_stores(self) -> None:
+        """Lets go of every block at once: what is being copied from them is not kept."""
+        for job in self._jobs.values():
+            if not job.load:
+                job.failed = True
+                self._let_go(job.blocks)
+                job.blocks = []
+        self._storing.clear()
+        for chain in self._late:
+            chain.full = True
+        self._end_late()
+
     def reset(self) -> bool:
         """Forgets what the tier holds; of requests that have computed or loaded anything, nothing is stored."""
         if self.cache is not None:

@@ -71,7 +71,8 @@ def drive(sim: Sim, seed: int, requests: int, aborts: float = 0.08, resets: floa
         if sim.live and r.random() < aborts:
             sim.abort(r.choice(sim.live))
         if r.random() < resets:
-            sim.scheduler.reset_prefix_cache(reset_connector=True)
+            waits = bool(sim._pending) or any(job.load for job in sim.side._jobs.values())  # vLLM resets over neither
+            sim.scheduler.reset_prefix_cache(reset_connector=True, reset_running_requests=not waits)
     sim.run()
     sim.check_idle()
 

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -276,10 +277,10 @@ class Sim:
 
     def _run(self, rank: int, step: Step) -> ModelRunnerOutput:
         """What a rank's worker does in a step: vLLM's own mixin around the forward."""
-        kv_transfer_state._KV_CONNECTOR_AGENT = self.workers[rank]
         names = list(step.output.num_scheduled_tokens)
         said: list[list[int]] = []
         with (
+            patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.workers[rank]),
             set_forward_context(None, self.config),
             KVConnectorModelRunnerMixin._get_kv_connector_output(step.output) as connector,
         ):

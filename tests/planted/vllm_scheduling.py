@@ -16,6 +16,20 @@ def in_sim(name: str, file: str, old: str, new: str, *caught_by: str) -> Bug:
 
 BUGS = (
     in_sim(
+        "vllm-holds-blocks-through-a-reset",
+        CONNECTOR,
+        "            scheduler.give_up_stores()",
+        "            pass",
+        SIM + "test_resets_in_the_middle_of_everything",
+    ),
+    in_sim(
+        "vllm-keeps-what-was-given-up",
+        SCHEDULER,
+        "                job.failed = True\n                self._let_go(job.blocks)",
+        "                self._let_go(job.blocks)",
+        SIM + "test_resets_in_the_middle_of_everything",
+    ),
+    in_sim(
         "vllm-does-not-hold-what-is-being-stored",
         SCHEDULER,
         "        self._pool.touch([of[i] for i in blocks])",
