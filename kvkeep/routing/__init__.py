@@ -1,6 +1,6 @@
 """Which of several replicas a request goes to: requests with the same prefix meet, without anybody being asked.
 
-Router -> Route: a function of the prompt, the replicas and their queues ; `proxy` puts it before HTTP replicas.
+Router -> Route: a function of the prompt, the replicas and their queues ; `kvkeep.proxy` puts it before HTTP replicas.
 """
 
 from kvkeep.routing.guard import Guard
