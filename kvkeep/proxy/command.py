@@ -19,6 +19,7 @@ from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.routing.settings import RoutingSettings
 
 BACKLOG = 2048
+PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class RouteOptions:
 def run(options: RouteOptions) -> Report:
     """Serves until SIGINT or SIGTERM.  Raises `BadInput`."""
     proxy = Proxy(options.replicas, options.settings)
-    listener = _listen(options.host, options.port)
+    listener = listen(options.host, options.port)
     logging.basicConfig(format="kvkeep: %(message)s")
     address = listener.getsockname()
     print(f"http://{options.host}:{address[1]} routes to {len(options.replicas)} replicas", flush=True)
@@ -75,13 +76,26 @@ def server_config(proxy: Proxy) -> uvicorn.Config:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; `BadInput` when it cannot."""
+    if port > PORT_MAX:
+        raise BadInput(f"--port {port}: cannot listen there; name another, {PORT_MAX} at most")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server((host, port), family=found[0][0], backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None) or 0
-        why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
+        # asyncio turns Nagle's algorithm off only where a socket says that it is TCP: without it, answers that are
+        # written in two pieces take 40 ms more.
+        listener = socket.socket(found[0][0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(found[0][4])
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+    except OSError as error:
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror or error
         raise BadInput(f"--host {host} --port {port}: cannot listen there ({why}); name another") from error
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvkeep.proxy.app import Proxy
-from kvkeep.proxy.command import Server, server_config
+from kvkeep.proxy.command import Server, listen, server_config
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -117,7 +116,7 @@ async def served(proxy: Proxy) -> AsyncIterator[str]:
     config = server_config(proxy)
     config.load()
     server = Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)
     task = asyncio.create_task(_serve(server, listener))
     try:
         while not server.started:
