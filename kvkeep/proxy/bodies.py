@@ -9,6 +9,7 @@ name a LoRA.
 
 import json
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +45,18 @@ def read_prompt(path: str, body: bytes, nbytes_max: int) -> Prompt | None:
         raise BadInput(f"{path}: the body is nested too deeply to be read") from None
     if not isinstance(request, dict):
         raise BadInput(f"{path}: the body is a JSON {type(request).__name__}; send an object with a prompt or messages")
-    if chat:
-        found = _chat(request, nbytes_max)
-    else:
-        found = _completion(request.get("prompt"), nbytes_max)
+    return prompt_of(request, nbytes_max, chat=chat, where=f"{path}: ")
+
+
+def prompt_of(request: Mapping[str, Any], nbytes_max: int, *, chat: bool, where: str = "") -> Prompt | None:
+    """The same of a request that is an object already.   where: what a `BadInput` begins with."""
+    found = _chat(request, nbytes_max) if chat else _completion(request.get("prompt"), nbytes_max)
     if found is None:
         return None
     kind, raw = found
     if not raw:
-        what = "messages" if chat else "prompt"
-        raise BadInput(f"{path}: {what} is empty; send one {'message' if chat else 'token'} or more")
+        what, one = ("messages", "message") if chat else ("prompt", "token")
+        raise BadInput(f"{where}{what} is empty; send one {one} or more")
     return Prompt(kind, raw, _text(request.get("cache_salt")), _text(request.get("model")))
 
 
@@ -71,7 +74,7 @@ def _completion(prompt: Any, nbytes_max: int) -> tuple[bytes, bytes] | None:
     return None
 
 
-def _chat(request: dict[str, Any], nbytes_max: int) -> tuple[bytes, bytes] | None:
+def _chat(request: Mapping[str, Any], nbytes_max: int) -> tuple[bytes, bytes] | None:
     messages = request.get("messages")
     if not isinstance(messages, list):
         return None
