@@ -2,9 +2,10 @@
 
 Must not know which policies there are, nor what is judged.
 
-A request waits in its replica's queue, is prefilled there (`UNCACHED / prefill_tokens_per_s`, one at a time), and has
-its first token then; it decodes beside the others, and the session's next turn comes when its user has thought.
-Prompts are matched as their prefill begins, which is when those before them in the queue are there.
+A request waits in its replica's queue, is prefilled there, alone, and has its first token then; it decodes beside the
+others, and its session's next turn comes when the user has thought.  A prompt is matched as its prefill begins: by then
+the pages of those before it in the queue are there.  Decoding takes nothing from prefills, and live requests no pages
+from the cache: both are equal for all policies.
 """
 
 import heapq
@@ -21,16 +22,19 @@ from kvkeep.replay.reference import Reference
 from kvkeep.replay.seat import TraceClock, make_order
 from kvkeep.replay.trace import Request
 
-#: (request, replicas' queues) -> the replica's number.
+#: (request, how many wait or are prefilled on each replica) -> the replica's number.
 Policy = Callable[[Request, Sequence[int]], int]
 
-#: Copies are counted so often, in the second half of the run.
+#: Times that copies are counted, in the second half of a run.
 SAMPLES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Service times.   overhead_s: of a prefill, whatever it computes."""
+    """Service times: a prefill takes `overhead_s` and its new tokens at one rate; requests decode at another.
+
+    A prefill of 10,000 tokens a second is a model of 8 billion parameters on a middling GPU, or 70 on several.
+    """
 
     prefill_tokens_per_s: float = 10_000.0
     decode_tokens_per_s: float = 50.0
@@ -39,7 +43,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A session: when it begins, its requests, and the seconds between an answer's end and the next of them."""
+    """A session: when it begins, its requests, and how long before each of them its user thinks."""
 
     start_s: float
     requests: Sequence[Request]
@@ -50,8 +54,10 @@ class Visit:
 class Outcome:
     """What came of it.
 
-    ttft_s: by request, in the order in which they were prefilled.   busy: share of the time that replicas prefilled.
-    copies: of the pages held, those that another replica holds as well, less one each; mean over the samples.
+    ttft_s: by request, in the order of their first tokens.   by_replica: requests.
+    busy: share of the time that replicas prefilled, from a quarter of the run to the last session's beginning.
+    copies: of the pages held, the share that could go without one being lost; mean over the samples.
+    moves: requests that went elsewhere than the one before of their session.
     """
 
     prompt_tokens: int = 0
@@ -60,19 +66,18 @@ class Outcome:
     by_replica: list[int] = field(default_factory=list)
     busy: float = 0.0
     copies: float = 0.0
-    span_s: float = 0.0
-    moved: int = 0
+    moves: int = 0
 
     @property
     def hit_share(self) -> float:
         return self.matched_tokens / self.prompt_tokens
 
-    def quantile_s(self, q: float) -> float:
-        return float(np.quantile(self.ttft_s, q))
+    def ttft_quantile_s(self, quantile: float) -> float:
+        return float(np.quantile(self.ttft_s, quantile))
 
 
 class Replicas:
-    """`lanes` prefill lanes over as many caches, or over one that all of them share."""
+    """`lanes` prefill lanes over as many caches, or over one of their summed size."""
 
     def __init__(
         self,
@@ -80,80 +85,83 @@ class Replicas:
         lanes: int,
         tokens_each: int,
         *,
-        shared: bool = False,
-        eviction: str = "lru",
-        speeds: Speeds = Speeds(),
+        one_cache: bool = False,
+        eviction: str = "rhythm",
+        speeds: Speeds | None = None,
     ) -> None:
-        self.pages, self.lanes, self.speeds = pages, lanes, speeds
+        self.pages, self.lanes, self.speeds = pages, lanes, speeds or Speeds()
         self.clock = TraceClock()
         each = tokens_each // pages.page_size
-        sizes = [each * lanes] if shared else [each] * lanes
+        sizes = [each * lanes] if one_cache else [each] * lanes
         self.caches = [Reference(pages, n, make_order(eviction, n, self.clock), self.clock, unwritten=1) for n in sizes]
+        self.outcome = Outcome(by_replica=[0] * lanes)
         self._queues: list[deque[tuple[Request, float, Visit, int]]] = [deque() for _ in range(lanes)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._tick = count()
-        self.out = Outcome(by_replica=[0] * lanes)
+        self._window_s = (0.0, 0.0)
         self._busy_s = 0.0
         self._last: dict[int, int] = {}
 
     def run(self, visits: Sequence[Visit], policy: Policy) -> Outcome:
         """Serves all of them to the end."""
-        self._policy = policy
-        for visit in visits:
-            self._at(visit.start_s, lambda visit=visit: self._arrive(visit, 0))  # type: ignore[misc]
-        total = sum(len(visit.requests) for visit in visits)
-        marks = deque(total // 2 + total * k // (2 * SAMPLES) for k in range(SAMPLES))
-        copies = []
-        last_s = visits[-1].start_s
+        out, last_s = self.outcome, visits[-1].start_s
         self._window_s = last_s / 4, last_s
+        for visit in visits:
+            self._at(visit.start_s, self._arrival(visit, 0, policy))
+        total = sum(len(visit.requests) for visit in visits)
+        marks = deque(total // 2 + total * number // (2 * SAMPLES) for number in range(SAMPLES))
+        copies = []
         while self._events:
-            self.clock.now_s, _, what = heapq.heappop(self._events)
-            what()
-            if marks and len(self.out.ttft_s) >= marks[0]:
+            self.clock.now_s, _, happen = heapq.heappop(self._events)
+            happen()
+            if marks and len(out.ttft_s) >= marks[0]:
                 marks.popleft()
                 copies.append(self._copies())
-        self.out.busy = self._busy_s / (last_s * 3 / 4 * self.lanes)
-        self.out.copies = sum(copies) / len(copies)
-        self.out.span_s = self.clock.now_s
-        return self.out
+        first_s, last_s = self._window_s
+        out.busy = self._busy_s / ((last_s - first_s) * self.lanes)
+        out.copies = sum(copies) / len(copies)
+        return out
 
-    def _at(self, time_s: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time_s, next(self._tick), what))
+    def _at(self, time_s: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._tick), happen))
 
-    def _arrive(self, visit: Visit, turn: int) -> None:
-        request = visit.requests[turn]
-        lane = self._policy(request, [len(queue) for queue in self._queues])
-        self.out.by_replica[lane] += 1
-        if self._last.setdefault(request.session, lane) != lane:
-            self.out.moved += 1
+    def _arrival(self, visit: Visit, turn: int, policy: Policy) -> Callable[[], None]:
+        def arrive() -> None:
+            request = visit.requests[turn]
+            lane = policy(request, [len(queue) for queue in self._queues])
+            self.outcome.by_replica[lane] += 1
+            self.outcome.moves += self._last.setdefault(request.session, lane) != lane
             self._last[request.session] = lane
-        queue = self._queues[lane]
-        queue.append((request, self.clock.now_s, visit, turn))
-        if len(queue) == 1:
-            self._prefill(lane)
+            queue = self._queues[lane]
+            queue.append((request, self.clock.now_s, visit, turn))
+            if len(queue) == 1:
+                self._prefill(lane, policy)
 
-    def _prefill(self, lane: int) -> None:
+        return arrive
+
+    def _prefill(self, lane: int, policy: Policy) -> None:
         request = self._queues[lane][0][0]
         cache = self.caches[lane % len(self.caches)]
         before = cache.counts.matched_pages_gpu
         cache.serve(request)
         matched = (cache.counts.matched_pages_gpu - before) * self.pages.page_size
-        self.out.prompt_tokens += request.prompt_len
-        self.out.matched_tokens += matched
+        self.outcome.prompt_tokens += request.prompt_len
+        self.outcome.matched_tokens += matched
         takes_s = self.speeds.overhead_s + (request.prompt_len - matched) / self.speeds.prefill_tokens_per_s
         first_s, last_s = self._window_s
-        self._busy_s += max(0.0, min(last_s, self.clock.now_s + takes_s) - max(first_s, self.clock.now_s))
-        self._at(self.clock.now_s + takes_s, lambda: self._prefilled(lane))
+        now_s = self.clock.now_s
+        self._busy_s += max(0.0, min(last_s, now_s + takes_s) - max(first_s, now_s))
+        self._at(now_s + takes_s, lambda: self._prefilled(lane, policy))
 
-    def _prefilled(self, lane: int) -> None:
+    def _prefilled(self, lane: int, policy: Policy) -> None:
         request, since_s, visit, turn = self._queues[lane].popleft()
-        self.out.ttft_s.append(self.clock.now_s - since_s)
+        self.outcome.ttft_s.append(self.clock.now_s - since_s)
         if self._queues[lane]:
-            self._prefill(lane)
+            self._prefill(lane, policy)
         if turn + 1 < len(visit.requests):
             decode_s = (request.final_len - request.prompt_len) / self.speeds.decode_tokens_per_s
             later_s = self.clock.now_s + decode_s + visit.think_s[turn + 1]
-            self._at(later_s, lambda: self._arrive(visit, turn + 1))
+            self._at(later_s, self._arrival(visit, turn + 1, policy))
 
     def _copies(self) -> float:
         held = [{name for run in cache.tree.runs() for name in run.names} for cache in self.caches]
@@ -161,17 +169,15 @@ class Replicas:
         return 1 - len(set().union(*held)) / total if total else 0.0
 
 
-def visits(
-    sessions: Sequence[Sequence[Request]],
-    per_s: float,
-    *,
-    think_s: float | None,
-    think_max_s: float = 60.0,
-    seed: int = 0,
-) -> list[Visit]:
-    """Sessions that begin at random, `per_s` a second on average.
+#: Longer pauses in a recorded session are cut to this.
+THINK_MAX_S = 60.0
 
-    think_s: mean of the seconds between a session's turns, drawn; None: as recorded, up to `think_max_s`.
+
+def visits(sessions: Sequence[Sequence[Request]], per_s: float, *, think_s: float | None, seed: int = 0) -> list[Visit]:
+    """Sessions that begin at random, `per_s` a second on average, each with its turns in order.
+
+    think_s: mean of the seconds between an answer's end and the next turn, drawn; None: those between the recorded
+        turns' beginnings, at most a minute.
     """
     rng = random.Random(seed)
     out, now_s = [], 0.0
@@ -179,8 +185,27 @@ def visits(
         now_s += rng.expovariate(per_s)
         ordered = sorted(session, key=lambda request: request.time_s)
         if think_s is None:
-            gaps = [min(max(0.0, b.time_s - a.time_s), think_max_s) for a, b in pairwise(ordered)]
+            gaps = [min(max(0.0, after.time_s - before.time_s), THINK_MAX_S) for before, after in pairwise(ordered)]
         else:
             gaps = [rng.expovariate(1 / think_s) for _ in ordered[1:]]
         out.append(Visit(now_s, ordered, [0.0, *gaps]))
     return out
+
+
+#: Runs that looking for a rate takes at most, and how near it must come.
+TRIES_MAX, NEAR = 8, 0.015
+
+
+def find_rate(run: Callable[[float], Outcome], guess: float, busy: float) -> tuple[float, Outcome]:
+    """The sessions a second at which replicas are busy for the share `busy` of the time, and what came of that run."""
+    low, high, rate = 0.0, float("inf"), guess
+    for _ in range(TRIES_MAX - 1):
+        out = run(rate)
+        if abs(out.busy - busy) < NEAR:
+            return rate, out
+        if out.busy > busy:
+            high = rate
+        else:
+            low = rate
+        rate = float((low * high) ** 0.5) if low and high < float("inf") else rate * busy / max(out.busy, 0.01)
+    return rate, run(rate)

@@ -83,6 +83,8 @@ def _chat(request: Mapping[str, Any], nbytes_max: int) -> tuple[bytes, bytes] | 
     parts, length = [], 0
     first = [request["tools"]] if request.get("tools") else []
     for part in [*first, *messages]:
+        if isinstance(part, dict) and len(text := part.get("content") or "") > nbytes_max and isinstance(text, str):
+            part = part | {"content": text[:nbytes_max]}  # what is behind that is cut off below
         parts.append(_text(json.dumps(part, sort_keys=True, ensure_ascii=False, separators=(",", ":"))))
         length += len(parts[-1])
         if length >= nbytes_max:

@@ -34,8 +34,8 @@ HALF_LIFE = 1024
 #: Prompts remembered, and pages of each: 8 bytes a page.
 LEAVES_MAX = 4096
 DEPTH_MAX = 256
-#: Prompts after which it is worth half whether one came back; as many are believed to have at the start.
-RETURNS_HALF_LIFE = 256
+#: New prompts after which it is worth half whether one came back, and how many are believed to have at the start.
+RETURNS_HALF_LIFE, RETURNS_AT_START = 256, 64
 
 
 class Seen(NamedTuple):
@@ -82,7 +82,7 @@ class SharedPrefixes:
         self._root.common = True
         self._leaves: OrderedDict[Node, None] = OrderedDict()  # seen longest ago first
         self._now = 0
-        self._began = self._came_back = float(RETURNS_HALF_LIFE)
+        self._began = self._came_back = float(RETURNS_AT_START)
 
     def __len__(self) -> int:
         """Prompts remembered."""

@@ -32,7 +32,7 @@ class Naive:
         self.common: set[int] = set()
         self.known: set[int] = set()
         self.met: set[int] = set()
-        self.began = self.back = 256.0
+        self.began = self.back = 64.0
 
     def learn(self, names: Sequence[int]) -> Seen:
         self.now += 1
