@@ -118,7 +118,7 @@ class Replicas:
                 marks.popleft()
                 copies.append(self._copies())
         first_s, last_s = self._window_s
-        out.busy = self._busy_s / ((last_s - first_s) * self.lanes)
+        out.busy = self._busy_s / max((last_s - first_s) * self.lanes, 1e-9)
         out.copies = sum(copies) / len(copies)
         return out
 

@@ -26,7 +26,7 @@ from kvkeep.routing.shared import DEPTH_MAX
 HOT_TOKENS = 8_192
 VOCABULARY = 40_000
 #: Of prompts that never come back: how many, tokens behind the hot prefix or without it, tokens that are answered.
-SINGLES, TAILS, LONE, ANSWER = 12_000, (256, 4_096), (256, 8_192), 200
+SINGLES, TAILS, LONE, ANSWER = 8_000, (256, 4_096), (256, 8_192), 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,15 @@ def behind_hot_prefix(traffic: Traffic, seed: int = 1) -> Traffic:
 
 
 def singles(kind: str, requests: int = SINGLES, seed: int = 3) -> Traffic:
-    """Prompts of one turn: every second one begins with a prefix of 8,192 tokens, the others share nothing.
+    """Prompts of one turn: half of them, drawn at random, begin with a prefix of 8,192 tokens; the rest share nothing.
 
     kind: what follows the prefix: "tails" of their own; "same" tokens, so that all of these prompts are equal.
     """
     rng = np.random.default_rng(seed)
     hot, same = _ids(rng, HOT_TOKENS), _ids(rng, 100)
     chains: list[Int32s] = []
-    for number in range(requests):
-        if number % 2:
+    for lone in rng.permutation(requests) % 2:
+        if lone:
             chains.append(_ids(rng, int(rng.integers(*LONE))))
         else:
             chains.append(np.concatenate([hot, _ids(rng, int(rng.integers(*TAILS))) if kind == "tails" else same]))

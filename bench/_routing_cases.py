@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench._replicas import Outcome, Policy, Replicas, find_rate, visits
-from bench._routes import OTHERS, Traffic, at_random, behind_hot_prefix, least_loaded, prefix, recorded, singles
+from bench._routes import (
+    OTHERS,
+    SINGLES,
+    Traffic,
+    at_random,
+    behind_hot_prefix,
+    least_loaded,
+    prefix,
+    recorded,
+    singles,
+)
 from kvkeep.report import JsonValue
 from kvkeep.routing import RoutingSettings
 
@@ -42,7 +52,7 @@ class Fleet:
 def fleets(folder: Path | None, quick: bool) -> list[Fleet]:
     """All cases.   folder: where the recorded traces are; None: only those that need none."""
     made = [
-        Fleet(lambda kind=kind: singles(kind, 600 if quick else 12_000), replicas, 262_144, 2.0 * replicas, hot=True)  # type: ignore[misc]
+        Fleet(lambda kind=kind: singles(kind, 600 if quick else SINGLES), replicas, 262_144, 2.0 * replicas, hot=True)  # type: ignore[misc]
         for kind in ("tails", "same")
         for replicas in ((4,) if quick else (2, 8, 16))
     ]

@@ -32,6 +32,7 @@ from tests.planted import (
     outputs,
     replay,
     rhythm,
+    routing,
     service,
     sizes,
     slots,
@@ -62,6 +63,7 @@ BUGS: tuple[Bug, ...] = (
     *rhythm.BUGS,
     *sizes.BUGS,
     *integrations.BUGS,
+    *routing.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",

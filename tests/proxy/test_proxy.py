@@ -13,7 +13,7 @@ import pytest
 from yarl import URL
 
 from kvkeep.errors import BadInput
-from kvkeep.proxy import app
+from kvkeep.proxy import app, replicas
 from kvkeep.proxy.app import Proxy
 from kvkeep.routing import Guard, RoutingSettings
 from tests.proxy.rigs import Nonsense, Stub, chat, post, served, until
@@ -170,6 +170,22 @@ async def test_a_replica_that_fails_its_health_checks_is_left_out(
     stubs[1].healthy = True
     await until(lambda: proxy.replicas.by_id[stubs[1].url].alive)
     assert stubs[1].port in await ports(session, url)
+
+
+async def test_a_replica_that_breaks_requests_is_left_out_though_it_looks_well(
+    stubs: list[Stub], session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+):
+    """After two requests that it took and did not answer it gets no more for a while, whatever /health says."""
+    monkeypatch.setattr(replicas, "OUT_MIN_S", 30.0)
+    nonsense = Nonsense(b"")
+    await nonsense.start()
+    proxy = Proxy([nonsense.url, stubs[0].url])
+    async with served(proxy) as url:
+        told = [await post(session, url, chat(f"{number}" * 999, "hi")) for number in range(12)]
+        await asyncio.sleep(2.5 * replicas.CHECK_EVERY_S)
+        told += [await post(session, url, chat(f"{number}" * 999, "hi")) for number in range(12)]
+    await nonsense.stop()
+    assert 2 == nonsense.asked == [status for status, _ in told].count(502)
 
 
 async def test_bad_bodies_are_answered_here(url: str, stubs: list[Stub], session: aiohttp.ClientSession):

@@ -91,6 +91,13 @@ def test_a_system_prompt_is_common_once_eight_went_on_differently():
     assert Seen(3, 1.0) == tree.learn(longer) == tree.learn(longer[:5])
 
 
+def test_a_system_prompt_that_came_alone_first_is_common_too():
+    """A prompt that ends where others will part is no branch of its own, and hides none."""
+    tree = SharedPrefixes()
+    tree.learn(named(1, 1))
+    assert 2 == [tree.learn(named(1, 1, 100 + number)).common for number in range(12)][-1]
+
+
 def test_a_session_that_was_tried_again_stays_together():
     """Seven branches in the middle of a session do not make its beginning common."""
     tree = SharedPrefixes()
