@@ -122,6 +122,8 @@ class Proxy:
 
     def _order(self, scope: Scope, body: bytes) -> list[str]:
         """The replicas that may be asked, the chosen one first."""
+        if not _raw_path(scope).startswith("/"):  # behind an address it would be another address
+            raise BadInput(f"{_raw_path(scope)}: the path must begin with a slash")
         if not self.router.replicas:
             return []
         packed = any(name == b"content-encoding" for name, _ in scope["headers"])
@@ -181,7 +183,7 @@ class Proxy:
                 self.router.end(replica)
 
     def _url(self, replica: str, scope: Scope) -> URL:
-        path = replica + scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+        path = replica + _raw_path(scope)
         query = scope["query_string"].decode("latin-1")
         return URL(f"{path}?{query}" if query else path, encoded=True)
 
@@ -221,6 +223,12 @@ class Proxy:
             for name, replica in self.replicas.by_id.items()
         }
         await _answer(send, 200 if loads else 503, {"replicas": told})
+
+
+def _raw_path(scope: Scope) -> str:
+    """As it was sent, without the query."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    return raw.decode("latin-1")
 
 
 async def _gone(receive: Receive) -> None:

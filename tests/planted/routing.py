@@ -179,6 +179,13 @@ BUGS: tuple[Bug, ...] = (
         (PROXY_TESTS + "test_half_an_answer_is_seen_to_be_half",),
     ),
     Bug(
+        "proxy-is-led-elsewhere-by-a-path",
+        APP,
+        'if not _raw_path(scope).startswith("/"):',
+        "if not _raw_path(scope):",
+        (PROXY_TESTS + "test_a_path_cannot_lead_elsewhere",),
+    ),
+    Bug(
         "proxy-reads-packed-bodies",
         APP,
         "prompt = None if packed or not body else",

@@ -197,6 +197,18 @@ async def test_bad_bodies_are_answered_here(url: str, stubs: list[Stub], session
     assert 200 == (await post(session, url, {"prompt": "x"}, "/v1/completions"))[0]
 
 
+async def test_a_path_cannot_lead_elsewhere(url: str, stubs: list[Stub]):
+    """A target without a slash at its beginning would make another host of a replica's address: it is refused."""
+    host, port = url.removeprefix("http://").split(":")
+    for target in ("@127.0.0.2/", "*", "%2Fnowhere.invalid", ".nowhere.invalid/", "http://nowhere.invalid/v1/models"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"OPTIONS {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        status = int((await reader.readline()).split()[1])
+        writer.close()
+        assert status == (200 if target.startswith("http") else 400), target
+    assert ["/v1/models"] == [path for stub in stubs for _, path, _, _ in stub.requests]
+
+
 async def test_a_packed_body_is_passed_on(url: str, stubs: list[Stub], session: aiohttp.ClientSession):
     """It is not unpacked here, so it is routed by load."""
     body = json.dumps(chat("s", "hi")).encode()
