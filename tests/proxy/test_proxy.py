@@ -71,7 +71,8 @@ async def test_a_stream_is_not_buffered(url: str, stubs: list[Stub], session: ai
     """The first piece is read before the replica has written the second, and the request waits no more by then."""
     for stub in stubs:
         stub.gate.clear()
-    async with session.post(f"{url}/v1/completions", data=b'{"prompt": "hi", "stream": true}') as answer:
+    body = b'{"prompt": "hi", "stream": true}'
+    async with asyncio.timeout(15), session.post(f"{url}/v1/completions", data=body) as answer:
         assert "text/event-stream" == answer.headers["Content-Type"]
         assert b"data: first\n\n" == await answer.content.readany()
         (busy,) = [stub for stub in stubs if stub.requests]
