@@ -87,7 +87,9 @@ def test_a_busy_replica_is_passed_over(model: Any):
     running = [model.remote(prompt, 3.0) for _ in range(12)]
     where = Counter(response.result(timeout_s=60) for response in running)
     assert len(where) == 3 and where[target] < 12, where
-    assert target == model.remote(prompt).result(timeout_s=60)
+    deadline = time.monotonic() + 30  # the router hears of a call's end a little after its caller
+    while target != model.remote(prompt).result(timeout_s=60):
+        assert time.monotonic() < deadline
 
 
 def test_only_the_keys_of_a_replica_that_is_gone_move(model: Any):
