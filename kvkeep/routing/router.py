@@ -8,6 +8,7 @@ Must not know HTTP, nor what any replica holds.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 from kvkeep.errors import BadInput, InvariantViolation
@@ -143,7 +144,10 @@ class Router:
         depth = self.settings.depth
         common, worth = (depth or 1) - 1, 1.0
         if self._shared is not None:
-            common, worth = self._shared.learn(names)
+            common, returns = self._shared.learn(names)
+            # Not `returns` itself: on a trace of chats a quarter of whose new prompts came back, that cost 2.3 points of
+            # hits against one cache of all, the root 1.4, for 8 % of the time to first token.
+            worth = sqrt(returns)
         if common < len(names):
             pages, key = common + 1, names[common]
         else:
