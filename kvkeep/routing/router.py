@@ -145,8 +145,8 @@ class Router:
         common, worth = (depth or 1) - 1, 1.0
         if self._shared is not None:
             common, returns = self._shared.learn(names)
-            # Not `returns` itself: on a trace of chats a quarter of whose new prompts came back, that cost 2.3 points of
-            # hits against one cache of all, the root 1.4, for 8 % of the time to first token.
+            # Not `returns` itself: on a trace of chats, a quarter of whose new prompts came back, that cost 2.3 points
+            # of hits against one cache of all, the root 1.4, for 8 % of the time to first token.
             worth = sqrt(returns)
         if common < len(names):
             pages, key = common + 1, names[common]
