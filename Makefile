@@ -113,12 +113,25 @@ bench-vllm: vllm-environment ## serve recorded sessions with vLLM, alone and wit
 	@$(MAKE) --no-print-directory lmcache-environment || echo "bench-vllm: LMCache 0.5.6 cannot be installed here"; \
 	$(VLLM_PY) -m bench.vllm_serving $(ARGS)
 
+# Ray too: it is large, and nothing else needs it.
+RAY := .venv-ray
+
+.PHONY: test-ray
+test-ray: setup ## the request router for Ray Serve over a local Ray, in .venv-ray (ARGS=)
+	@[ $(RAY)/ready -nt .venv/kvkeep-setup-stamp ] || { rm -rf $(RAY); $(PY) -m venv $(RAY); \
+	$(RAY)/bin/python -c 'import glob; [site] = glob.glob("$(RAY)/lib/*/site-packages"); \
+	open(site + "/below.pth", "w").write(site.replace("$(RAY)", "../../../../.venv") + "\n")'; \
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[serve]' && touch $(RAY)/ready; } \
+	|| { echo "test-ray: skipped: Ray cannot be installed here"; exit 0; }; \
+	$(RAY)/bin/python -m pytest -q -m "" tests/integrations/test_ray_serve.py $(ARGS)
+
 .PHONY: test-full
 test-full: lint planted planted-mstar planted-vllm ## test, with the long proofs and every planted bug
 	@$(PYTEST) -q -m timing || [ $$? -eq 5 ]
 	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing" --hypothesis-profile=full
 	@$(MAKE) --no-print-directory test-mstar ARGS='-m ""'
 	@$(MAKE) --no-print-directory test-vllm ARGS='-m ""'
+	@$(MAKE) --no-print-directory test-ray
 
 SEEDS ?= 1000000
 
@@ -132,5 +145,6 @@ planted: setup ## plant each known bug and see the tests catch it (ARGS="ID ..."
 
 .PHONY: clean
 clean: ## remove .venv, caches and built files
-	rm -rf .venv .venv.lock .venv-mstar $(VLLM) $(LMCACHE) .cache dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv.lock .venv-mstar .venv-ray $(VLLM) $(LMCACHE) .cache dist build .hypothesis .import_linter_cache \
+	.mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

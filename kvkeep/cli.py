@@ -1,4 +1,4 @@
-"""The command line: kvkeep demo, verify, replay, size and bench.
+"""The command line: kvkeep demo, verify, replay, size, route and bench.
 
 Must not import torch, transformers or rich before a command needs them; must not measure anything itself.
 """
@@ -22,6 +22,7 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 ENGINE_EXTRA = {"torch", "transformers", "tokenizers", "gguf", "safetensors", "huggingface_hub", "rich", "matplotlib"}
+ROUTE_EXTRA = {"aiohttp", "uvicorn", "httptools", "yarl"}
 
 MODEL = "smollm2-135m"
 
@@ -44,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in ENGINE_EXTRA:
+        if package not in ENGINE_EXTRA | ROUTE_EXTRA:
             raise
-        extra = "replay" if said[:1] in (["replay"], ["size"]) else "engine"
+        extra = "replay" if said[:1] in (["replay"], ["size"]) else "route" if package in ROUTE_EXTRA else "engine"
         return _complain(f"this command needs {package}, which is not installed: pip install 'kvkeep[{extra}]'")
     except KeyboardInterrupt:
         print("kvkeep: interrupted", file=sys.stderr)
@@ -212,6 +213,15 @@ def _size(arguments: argparse.Namespace) -> Report:
     )
 
 
+def _route(arguments: argparse.Namespace) -> Report:
+    from kvkeep.proxy import command
+    from kvkeep.routing.guard import Guard
+    from kvkeep.routing.settings import RoutingSettings
+
+    settings = RoutingSettings(arguments.page_size, arguments.depth, Guard(slack=arguments.slack))
+    return command.run(command.RouteOptions(arguments.replica, arguments.host, arguments.port, settings))
+
+
 def _cache_folder() -> Path:
     """Where a user's caches are, by the XDG rules: an absolute $XDG_CACHE_HOME, or ~/.cache."""
     said = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -246,6 +256,7 @@ def _parser() -> Parser:
     _add_verify(commands)
     _add_replay(commands)
     _add_size(commands)
+    _add_route(commands)
     _add_bench(commands)
     return parser
 
@@ -360,6 +371,25 @@ def _add_size(commands: "argparse._SubParsersAction[Parser]") -> None:
     add("--eviction", default="lru,rhythm", metavar="NAMES", help="the advice is for the last of these (lru,rhythm)")
     add("--plot", type=Path, metavar="FILE", help="a picture as well: FILE.png or FILE.html")
     _add_json(size)
+
+
+def _add_route(commands: "argparse._SubParsersAction[Parser]") -> None:
+    route = commands.add_parser(
+        "route",
+        help="send OpenAI-compatible requests to the replica that their prefix asks for",
+        description="A reverse proxy before several copies of a model: requests with the same prefix meet on one "
+        "replica, without any of them being asked. GET /health tells who is alive and who waits where.",
+        allow_abbrev=False,
+    )
+    route.set_defaults(command=_route, name="route")
+    add = route.add_argument
+    add("--replica", action="append", required=True, metavar="URL", help="a replica's address; once for each of them")
+    add("--host", default="127.0.0.1", metavar="HOST", help="the address to listen on (127.0.0.1)")
+    add("--port", type=_count_or_none, default=8080, metavar="N", help="the port (8080; 0: any that is free)")
+    add("--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)")
+    add("--depth", type=_count, metavar="K", help="the K-th page decides (learned from what prompts share)")
+    add("--slack", type=_rate, default=12.0, metavar="N", help="requests more than elsewhere that may wait (12)")
+    _add_json(route)
 
 
 def _add_trace_options(command: Parser) -> None:

@@ -33,6 +33,7 @@ from tests.planted import (
     outputs,
     replay,
     rhythm,
+    routing,
     service,
     serving,
     sizes,
@@ -70,6 +71,7 @@ BUGS: tuple[Bug, ...] = (
     *vllm_scheduling.BUGS,
     *serving.BUGS,
     *vllm.BUGS,
+    *routing.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
