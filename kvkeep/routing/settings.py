@@ -9,6 +9,7 @@ from kvkeep.config import check_int
 from kvkeep.errors import BadInput
 from kvkeep.index.names import TOKEN_NBYTES
 from kvkeep.routing.guard import Guard
+from kvkeep.routing.shared import DEPTH_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class RoutingSettings:
     """Settings of a `Router`; routers with equal ones send equal prompts to the same replica.
 
     page_size: token positions; that of the replicas' caches, or what divides it.  A page of text is 4 bytes a token.
-    depth: pages whose name decides, for all prompts; None: learned from what prompts share (`shared.py`).
+    depth: the page whose name decides, counted from 1; shorter prompts go by what they have.  None: it is learned
+        from what prompts share (`shared.py`).
     guard: when a replica is passed over because of its load.
     """
 
@@ -28,6 +30,8 @@ class RoutingSettings:
         check_int("page_size", self.page_size, at_least=1)
         if self.depth is not None:
             check_int("depth", self.depth, at_least=1)
+            if self.depth > DEPTH_MAX:
+                raise BadInput(f"depth is {self.depth}: it must be {DEPTH_MAX} pages at most")
         guard = self.guard
         check_int("ranks", guard.ranks, at_least=1)
         for name, value in (("slack", guard.slack), ("factor", guard.factor)):

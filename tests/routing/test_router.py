@@ -227,6 +227,7 @@ def test_a_depth_that_is_said_is_kept():
         (["a", ""], {}, "'': its id must be a string"),
         (["a"], {"page_size": 0}, "page_size is 0"),
         (["a"], {"depth": 0}, "depth is 0"),
+        (["a"], {"depth": 257}, "depth is 257: it must be 256 pages at most"),
         (["a"], {"guard": Guard(slack=-1)}, "slack is -1"),
         (["a"], {"guard": Guard(factor=float("nan"))}, "factor is nan"),
         (["a"], {"guard": Guard(ranks=0)}, "ranks is 0"),
