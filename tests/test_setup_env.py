@@ -89,6 +89,7 @@ def checkout(tmp_path: Path, repo_root: Path) -> Checkout:
     return Checkout(tmp_path / "a checkout", repo_root / "tools" / "setup_env.py")
 
 
+@pytest.mark.slow
 def test_environment_without_a_stamp_is_made_again(checkout: Checkout) -> None:
     """A set-up makes a working command, does nothing when all fits, and recovers when it stopped half way."""
     first = checkout.set_up()

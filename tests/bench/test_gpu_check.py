@@ -293,6 +293,7 @@ def test_commands_of_the_engine_run(name: str):
     assert done.metrics
 
 
+@pytest.mark.slow
 def test_command_that_cannot_run_says_why():
     """Its last words, and no metrics."""
     done = children.run_command(["demo", "--model", "nothing"], 60.0)

@@ -95,6 +95,7 @@ def test_pages_that_went_bad_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert 0 == got["metrics"]["outputs_identical"]["value"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_clean_terminal_and_what_was_measured(kvkeep_environment: dict[str, str], tmp_path: Path):
     """Interrupted on a terminal: the cursor is back, the turns so far are shown and written, exit code 130."""
     ours, theirs = pty.openpty()

@@ -23,6 +23,8 @@ from bench._vllm_passes import Store, changes, idle
 from bench._vllm_server import Process, Served, ServerFailed, VllmSetup, cpu_s, parse_metrics, pss_nbytes
 from bench._vllm_workloads import Ask, Workload, random_prompt
 
+pytestmark = pytest.mark.slow  # real servers: each takes half a minute to start
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 

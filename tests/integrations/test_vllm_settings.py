@@ -216,6 +216,7 @@ def test_ranks_share_the_memory_and_hold_the_same_pages() -> None:
     assert Done({1: 2, 2: 1}, {2}, True, {"steps": 3, "x": 1}) == both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transfer", "words"),
     [

@@ -18,7 +18,7 @@ from tests.traces.counts import in_order, lru_matches
 
 PAGE = 128
 CASES = [
-    ("mini_swe_500", "round_robin_8", [131072, 262144]),
+    pytest.param("mini_swe_500", "round_robin_8", [131072, 262144], marks=pytest.mark.slow),
     pytest.param("mini_swe_500", "round_robin_8", [196608, 393216], marks=pytest.mark.slow),
     ("tau_retail_200", "round_robin_32", [24576, 32768, 49152, 65536, 98304, 131072]),
 ]
@@ -77,7 +77,7 @@ def test_requests_in_flight_give_the_committed_counts(cut: Cut, own_counts: dict
 
 
 TIMED = [
-    ("mini_swe_500", "recorded", None, 524288, 0),
+    pytest.param("mini_swe_500", "recorded", None, 524288, 0, marks=pytest.mark.slow),
     ("claude_code_355", "open:8", 40, 1048576, 0),
     ("claude_code_355", "open:8", 40, 262144, 1048576),
     ("magentic_one_25", "open:5", None, 65536, 0),

@@ -63,6 +63,7 @@ def test_a_rotation_of_tau_sessions(cut: Cut) -> None:
     assert all(share >= 0.95 for share in found.values()), found
 
 
+@pytest.mark.slow
 def test_claude_sessions_at_their_own_pace(cut: Cut) -> None:
     """At least 45 % where LRU is below 75 %."""
     found = closed(cut("claude_code_355", 128), "open:24", [128 * K, 512 * K], sessions=60)
