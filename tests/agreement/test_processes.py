@@ -12,7 +12,15 @@ from tests.agreement.processes import DEADLINE_S, SLACK_S, run
 MECHANISMS = ("minimum", "leader")
 
 
-@pytest.mark.parametrize(("size", "mechanism"), [(2, "minimum"), (4, "minimum"), (2, "leader"), (4, "leader")])
+@pytest.mark.parametrize(
+    ("size", "mechanism"),
+    [
+        pytest.param(2, "minimum", marks=pytest.mark.slow),
+        (4, "minimum"),
+        pytest.param(2, "leader", marks=pytest.mark.slow),
+        (4, "leader"),
+    ],
+)
 def test_random_histories_over_gloo(size: int, mechanism: str, tmp_path: Path) -> None:
     """Ranks in processes of their own agree as those in threads do."""
     seeds = range(50_000, 50_008)

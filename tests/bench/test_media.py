@@ -11,6 +11,8 @@ from kvkeep.benching import run_bench
 from kvkeep.errors import BadInput
 from kvkeep.report import Report
 
+pytestmark = pytest.mark.slow  # half a minute of digests
+
 
 @pytest.fixture(scope="module")
 def quick() -> Report:

@@ -26,6 +26,7 @@ SHORT = ("verify", "--multimodal", "--page-size", "48")
 FIXED = 120  # requests of the fixed scenarios, for each model
 
 
+@pytest.mark.slow
 def test_the_gate_passes_on_the_real_thing(kvkeep: Run, tmp_path: Path):
     """Over all scenarios nothing differs, every planted fault is noticed, and what the scenarios are for happened."""
     done = kvkeep(*SHORT, "--cases", str(FIXED + 30), "--json", "out.json")

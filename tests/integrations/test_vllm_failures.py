@@ -17,6 +17,8 @@ from kvkeep.integrations.vllm_identity import UNNAMED
 from kvkeep.integrations.vllm_stats import COUNTERS, GAUGES, Stats
 from tests.integrations.vllm_engine import BLOCK, BLOCK_NBYTES, Engine, gib, ids_of
 
+pytestmark = pytest.mark.slow  # the simulation has the same faults, without an engine
+
 # ---------------------------------------------------------------------- copies that fail
 
 
