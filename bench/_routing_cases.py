@@ -51,10 +51,11 @@ class Fleet:
 
 def fleets(folder: Path | None, quick: bool) -> list[Fleet]:
     """All cases.   folder: where the recorded traces are; None: only those that need none."""
+    rates = {"tails": 2.11, "same": 3.09}
     made = [
-        Fleet(lambda kind=kind: singles(kind, 600 if quick else SINGLES), replicas, 262_144, 2.0 * replicas, hot=True)  # type: ignore[misc]
-        for kind in ("tails", "same")
-        for replicas in ((4,) if quick else (2, 8, 16))
+        Fleet(lambda kind=kind: singles(kind, 600 if quick else SINGLES), n, 262_144, rate * n, hot=True)  # type: ignore[misc]
+        for kind, rate in rates.items()
+        for n in ((4,) if quick else (2, 8, 16))
     ]
     if folder is None:
         return made
@@ -65,22 +66,19 @@ def fleets(folder: Path | None, quick: bool) -> list[Fleet]:
     claude = _trace(folder, "claude_code_355.jsonl.gz")
     return [
         *made,
-        Fleet(_hot(tau(4)), 4, 131_072, 1.3, hot=True),
-        Fleet(_hot(swe()), 8, 524_288, 0.15, hot=True),
-        Fleet(tau(2), 2, 65_536, 0.49),
+        Fleet(_hot(tau(4)), 4, 131_072, 1.05, hot=True),
+        Fleet(_hot(swe()), 8, 524_288, 0.145, hot=True),
+        Fleet(tau(2), 2, 65_536, 0.613),
         Fleet(tau(8), 8, 65_536, 1.7, depths=(1, 2, 11, 16)),
         Fleet(tau(16), 16, 65_536, 3.3),
-        Fleet(tau(8), 8, 32_768, 1.6),
-        Fleet(swe(), 2, 524_288, 0.06),
         Fleet(swe(), 4, 524_288, 0.094, depths=(1, 2, 16)),
-        Fleet(swe(), 8, 524_288, 0.16),
-        Fleet(swe(), 16, 524_288, 0.3),
-        Fleet(swe(), 4, 262_144, 0.07),
+        Fleet(swe(), 8, 524_288, 0.148),
+        Fleet(swe(), 16, 524_288, 0.319),
+        Fleet(swe(), 4, 262_144, 0.0682),
         Fleet(mooncake(), 4, 1 << 20, 2.55),
         Fleet(mooncake(), 16, 1 << 20, 10.2, depths=(1, 2)),
-        Fleet(claude(1, 120), 4, 4 << 20, 0.0295),
-        Fleet(claude(), 16, 4 << 20, 0.1),
-        Fleet(claude(1, 120), 4, 2 << 20, 0.0193),
+        Fleet(claude(1, 120), 4, 4 << 20, 0.031),
+        Fleet(claude(), 16, 4 << 20, 0.0463),
     ]
 
 
