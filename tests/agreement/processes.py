@@ -118,11 +118,9 @@ def _rank(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo", init_method=meet_at, rank=rank, world_size=size)
-    (scratch / f"begun {rank}").touch()
+    _await(scratch, "begun", rank, size)
     if not joins:
-        while len(list(scratch.glob("begun *"))) < size:  # it dies between the world and the group
-            time.sleep(0.01)
-        die()
+        die()  # between the world and the group
     began = time.monotonic()
     try:
         try:
@@ -130,11 +128,20 @@ def _rank(
         except RankLost:
             out.send((time.monotonic() - began, None))
             return
+        _await(scratch, "joined", rank, size)  # or a rank that dies at once is one that never joined
         out.send((scenario(Channel(transport), *args), None))
     except Exception as error:
         out.send((None, (type(error).__name__, str(error))))
     finally:
         out.close()
+
+
+def _await(scratch: Path, what: str, rank: int, size: int) -> None:
+    """Every rank gets here before one goes on."""
+    (scratch / f"{what} {rank}").touch()
+    until = time.monotonic() + LIMIT_S
+    while len(list(scratch.glob(f"{what} *"))) < size and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _free_port() -> int:
