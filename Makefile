@@ -52,11 +52,14 @@ fmt: setup ## format, and mend what the linter can mend
 	@$(PY) -m ruff check --fix --quiet $(SOURCES) || true
 	@$(PY) -m ruff format $(SOURCES)
 
+# Where tests that measure time are: to look for them elsewhere takes longer than most of them.
+TIMING = $$(grep -rl "mark.timing" tests)
+
 # Tests that measure time run alone; all others share the two cores. The run that closes the output is the large one.
 .PHONY: test
 test: setup ## everything that must hold before a change lands
 	@$(MAKE) --no-print-directory -j 2 lint environments
-	@$(PYTEST) -q -m "timing and not slow" || [ $$? -eq 5 ]
+	@$(PYTEST) -q -m "timing and not slow" $(TIMING) || [ $$? -eq 5 ]
 	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing and not slow"
 	@$(MAKE) --no-print-directory test-mstar
 	@$(MAKE) --no-print-directory test-vllm
@@ -133,7 +136,7 @@ test-ray: setup ## the request router for Ray Serve over a local Ray, in .venv-r
 
 .PHONY: test-full
 test-full: lint planted planted-mstar planted-vllm ## test, with the long proofs and every planted bug
-	@$(PYTEST) -q -m timing || [ $$? -eq 5 ]
+	@$(PYTEST) -q -m timing $(TIMING) || [ $$? -eq 5 ]
 	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing" --hypothesis-profile=full
 	@$(MAKE) --no-print-directory test-mstar ARGS='-m ""'
 	@$(MAKE) --no-print-directory test-vllm ARGS='-m ""'

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     folders = [*(site(path).resolve() for path in below), CHECKOUT]
     (site(environment) / "below.pth").write_text("".join(f"{folder}\n" for folder in folders))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.call([*pip, "--no-deps", "--ignore-requires-python", "-r", str(listed)]):
+    if subprocess.call([*pip, "--no-compile", "--no-deps", "--ignore-requires-python", "-r", str(listed)]):
         return 1
     ready.write_text(wanted)
     print(f"{environment} is ready ({time.monotonic() - began:.0f} s)", flush=True)

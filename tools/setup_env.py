@@ -136,7 +136,8 @@ def make(extras: str, want: Stamp, have: Stamp) -> None:
 def pip(*arguments: str) -> None:
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     step(
-        *(in_venv("python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *quiet),
+        # Most modules of large packages are never imported: those that are get compiled when they are.
+        *(in_venv("python"), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", "--no-input", *quiet),
         *arguments,
         hint="is a package index in reach?",
     )
