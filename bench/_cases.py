@@ -181,6 +181,33 @@ def admit(pages: int, times: int) -> Sample:
     return sample
 
 
+# ---------------------------------------------------------------------- windows
+
+
+def release_oldest(pages: int, times: int, cached: bool) -> Sample:
+    """A window slides past `pages` pages at once, which only its request has, or the index too."""
+    cache = TieredCache(CacheConfig(page_size=PAGE, eviction="lru"), GpuPool.bookkeeping(2 * pages + 8), b"bench index")
+    ids = distinct_chains(1, pages + 3, PAGE, 5)[0]
+    if cached:
+        cache.finish(cache.admit(ids), len(ids))
+
+    def sample() -> list[float]:
+        out = []
+        for _ in range(times):
+            lease = cache.admit(ids)
+            cache.protect_prefix(lease, PAGE)
+            cache.seal(lease, len(ids))
+            before = cache.stats().pages_cached + cache.stats().pages_free
+            start = now_ns()
+            cache.release_oldest(lease, pages)
+            out.append((now_ns() - start) / 1e3)
+            assert cache.stats().pages_cached + cache.stats().pages_free == before + pages
+            cache.abort(lease)
+        return out
+
+    return sample
+
+
 # ---------------------------------------------------------------------- seal
 
 

@@ -105,6 +105,9 @@ def _index_cases(sizes: Sizes) -> Iterator[Case]:
         "the same into an empty pool: the system hands over its memory meanwhile",
         cases.seal_chain(1000, n, fresh_memory=True),
     )
+    for cached, whose in ((True, "that the index has too"), (False, "of its own")):
+        name = f"release_oldest_us_1000_{'cached' if cached else 'own'}"
+        yield Case(name, f"a window slides past 1,000 pages {whose}", cases.release_oldest(1000, n, cached), 150.0)
     yield Case("seal_us_one_page", "seal and insert one page behind its run", cases.seal_one_page(8, 1000, n), 5.0)
 
 

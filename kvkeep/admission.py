@@ -3,14 +3,22 @@
 Must not know what becomes of a lease afterwards.  Its callers hold the cache's lock.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from kvkeep.counting import Counting
-from kvkeep.errors import BadInput, NotReady, OutOfPages
-from kvkeep.index.media import PageMedia, Placed, cut_before_split_item, whole_holes
-from kvkeep.index.names import Identity, Int32s, check_token_range
+from kvkeep.errors import BadInput, CannotSuspend, NotReady, OutOfPages
+from kvkeep.index.media import (
+    NO_MEDIA,
+    MediaItem,
+    PageMedia,
+    Placed,
+    cut_before_split_item,
+    place_media,
+    whole_holes,
+)
+from kvkeep.index.names import Identity, Int32s, TokenIds, as_int32, check_token_range
 from kvkeep.index.runs import Match, RunTree
 from kvkeep.lease import Lease
 from kvkeep.misses import Looked, MissLedger
@@ -166,16 +174,33 @@ class Admission:
             below = below[: whole - on_gpu]
         return Match(found.pages, below, found.name), len(found.host), declined
 
-    def resume(self, ticket: Suspended, ids: Int32s, parking: Parking, same_names: bool) -> Lease:
-        """A lease of a suspended request; see `TieredCache.resume`.
+    def suspend(self, lease: Lease, kv_len: int, names: list[int], traffic: Traffic, complete: bool) -> Suspended:
+        """Parks what a lease holds of its first `kv_len` positions, and ends it; see `TieredCache.suspend`."""
+        if lease.closed:
+            raise CannotSuspend(f"{lease} cannot be suspended: its chain is closed")
+        used = self._pages_of(kv_len)
+        holding = traffic.copies.requests_holding(lease.pages[:used])
+        which = [i for i in range(used) if complete or holding[i] == 1]
+        ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
+        if which and not traffic.parking.suspend(ticket, page_ids(lease.pages[i] for i in which)):
+            raise CannotSuspend(f"{lease} {traffic.parking.refusal(len(which))}")
+        self._storing.seal_pages(lease, names)
+        if not self._storing.store(lease):
+            self._storing.touch(lease)
+        if used > lease.sealed:
+            self._ledger.seal(lease.pages[used - 1 : used], lease.number)  # the tail: nobody writes it any more
+        traffic.parking.hold_sources(ticket)
+        self._end(lease)
+        return ticket
 
-        same_names: whether the fingerprint is still that of its names.
-        """
+    def resume(self, ticket: Suspended, ids: Int32s, parking: Parking) -> Lease:
+        """A lease of a suspended request; see `TieredCache.resume`."""
         size, kv_len = self._page_size, ticket.kv_len
         parking.check(ticket)
-        limit = min(kv_len, len(ids) - 1) // size if ticket.epoch == self._storing.epoch and same_names else 0
+        current = ticket.epoch == self._storing.epoch
+        limit = min(kv_len, len(ids) - 1) // size if current else 0
         lease = self.open(ticket.identity, ids, limit, ticket.media)
-        lease.store = ticket.store and same_names
+        lease.store = ticket.store and current
         first = lease.base
         lost = ticket.lost or (self._traffic is not None and self._traffic.copies.manager.ended)
         slots = {} if lost else {i: s for i, s in ticket.slots.items() if i >= first}
@@ -190,6 +215,18 @@ class Admission:
         lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
         lease.kv_len = kv_len
         return lease
+
+
+def read_prompt(
+    tokens: TokenIds, media: Sequence[MediaItem], page_size: int, most: int | None
+) -> tuple[Int32s, Placed, int]:
+    """A prompt's ids, its media on pages, and how many pages it may take from the cache, `most` at most."""
+    ids = as_int32(tokens)
+    if not len(ids):
+        raise BadInput("a prompt of 0 tokens: at least 1 is needed")
+    limit = (len(ids) - 1) // page_size
+    placed = place_media(media, page_size, len(ids)) if media else NO_MEDIA
+    return ids, placed, limit if most is None else min(limit, most)
 
 
 def _storable(limit: int, media: Placed) -> int:

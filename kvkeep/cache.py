@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from threading import Lock
 
-from kvkeep.admission import Admission, Look
+from kvkeep.admission import Admission, Look, read_prompt
 from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
@@ -21,18 +21,15 @@ from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import NO_MEDIA, MediaItem, Placed, check_ends, place_media
+from kvkeep.index.media import MediaItem
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Hash64,
     Identities,
-    Int32s,
     TokenIds,
-    as_int32,
     as_token_ids,
     fingerprint_bytes,
-    frame,
     hash64,
     self_test,
 )
@@ -42,13 +39,14 @@ from kvkeep.index.tiermap import TierMap
 from kvkeep.index.watch import Listener, Names, names_in, watch_tree
 from kvkeep.lease import Lease
 from kvkeep.misses import MissLedger, MissStats
-from kvkeep.outputs import Outputs, OutputStats
+from kvkeep.outputs import Hold, Outputs, OutputStats
+from kvkeep.reshaping import Reshaping
 from kvkeep.room import Room
 from kvkeep.stats import CacheStats, ResetReport
 from kvkeep.storing import Storing
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
-from kvkeep.tiers.ledger import Ledger, page_ids
+from kvkeep.tiers.ledger import Ledger
 from kvkeep.traffic import Suspended, Traffic
 from kvkeep.transfer.backend import After
 from kvkeep.transfer.manager import Completion, TransferManager
@@ -116,6 +114,9 @@ class TieredCache:
             self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
             self._counting, misses, self._order_behind, self._end,
         )  # fmt: skip
+        self._reshaping = Reshaping(
+            self._ledger, pool, self._room, self._storing, self._leases, config.page_size, self._counting, self._release
+        )
         self._outputs: Outputs | None = None
 
     # ------------------------------------------------------------------ the life of a request
@@ -145,7 +146,7 @@ class TieredCache:
 
         Raises `OutOfPages`, or `BadInput` for input that could never be admitted.
         """
-        ids, placed, limit = self._prompt(tokens, media, pages_max if reuse else 0)
+        ids, placed, limit = read_prompt(tokens, media, self._page_size, pages_max if reuse else 0)
         with self._lock:
             if instead_of is not None:
                 self._check_live(instead_of)
@@ -162,7 +163,7 @@ class TieredCache:
         self, tokens: TokenIds, salt: bytes, adapter: bytes, label: bytes, media: Sequence[MediaItem], reuse: bool
     ) -> Look:
         """What `admit` would take from the cache now, and whether it would find room; nothing is held or changed."""
-        ids, placed, limit = self._prompt(tokens, media, None if reuse else 0)
+        ids, placed, limit = read_prompt(tokens, media, self._page_size, None if reuse else 0)
         with self._lock:
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
             return self._admission.look(identity, ids, limit, placed)
@@ -177,7 +178,7 @@ class TieredCache:
         if room < 0:
             raise BadInput(f"room {room}: it must be 0 or more")
         length = lease.length + len(ids)
-        need = -(-(length + room) // self._page_size) - len(lease.pages)
+        need = -(-(length + room) // self._page_size) - lease.released - len(lease.pages)
         if need > 0:
             with self._lock:
                 self._check_live(lease)
@@ -186,7 +187,7 @@ class TieredCache:
                 except OutOfPages:
                     self._counting.refusals += 1
                     raise
-        lease.tokens += ids.data
+        lease.tokens += ids.data if not lease.closed else b""
         lease.length = length
 
     def seal(self, lease: Lease, kv_len: int) -> None:
@@ -196,12 +197,12 @@ class TieredCache:
         the pages become visible to other requests now.
         """
         names = self._name_full_pages(lease, kv_len)
-        if not names:
+        if not names and not lease.closed:
             return
         with self._lock:
             self._check_live(lease)
             self._storing.seal_pages(lease, names)
-            if self._store_at_seal:
+            if self._store_at_seal and lease.window is None:
                 self._storing.store(lease)
 
     def truncate(self, lease: Lease, length: int) -> None:
@@ -212,29 +213,9 @@ class TieredCache:
         copies into or out of the lease's pages run, `BadInput` inside a media item whose attention is not causal.
         Engines whose forwards run asynchronously call `fence` after it.
         """
-        full, part = divmod(length, self._page_size)
-        keep = full + (part > 0)
         with self._lock:
             self._check_live(lease)
-            if lease.read_in_progress:
-                raise NotReady(f"{lease} cannot be rolled back: copies of its pages are running")
-            if not 0 <= length <= lease.length:
-                raise BadInput(f"truncate to {length} tokens of {lease.length}: it must be 0 to {lease.length}")
-            check_ends(lease.media.units, "truncate to", length)
-            gone = lease.pages[keep:]
-            replace = part and full < lease.sealed
-            if replace and not self._room.could_be_had(gone):
-                self._counting.refusals += 1
-                raise self._room.out_of_pages(1, 1)
-            self._storing.rewind(lease, full, length)
-            del lease.pages[keep:]
-            self._release(lease, gone)
-            if replace:
-                fresh = self._room.take(1, lease.number)
-                self.pool.copy_positions(lease.pages[full], fresh[0], part)
-                sealed, lease.pages[full : full + 1] = lease.pages[full : full + 1], fresh
-                self._release(lease, sealed)
-        lease.length, lease.kv_len = length, min(lease.kv_len, length)
+            self._reshaping.truncate(lease, length)
 
     def finish(self, lease: Lease, kv_len: int, hint: Hint | None = None) -> None:
         """Ends a request whose first `kv_len` positions hold committed KV: its full pages stay, the rest is free."""
@@ -264,6 +245,45 @@ class TieredCache:
                 self._check_live(lease)
                 self._end(lease)
 
+    # ------------------------------------------------------------------ windows and forks
+
+    def protect_prefix(self, lease: Lease, length: int) -> None:
+        """Makes the lease a windowed one: its first `length` tokens stay, what is behind them may be released.
+
+        It is stored when it finishes, whatever `index_at` says, and only the pages that the protected tokens fill.
+        A request that was suspended comes back without a window.
+        """
+        with self._lock:
+            self._check_live(lease)
+            self._reshaping.protect(lease, length)
+
+    def release_oldest(self, lease: Lease, pages: int) -> None:
+        """Lets go of the oldest `pages` sealed pages behind the protected prefix: the window has slid past them.
+
+        They are counted like all others: one that another request or the index has stays theirs.  `lease.pages` closes
+        the gap (`lease.index_of`), positions keep their numbers, and `lease.prefix_epoch` rises.  With the first one
+        the chain is closed: from then on `seal` only makes pages immutable, `truncate` reaches back to the sealed ones,
+        and the lease cannot be suspended.  Raises `NotReady` while copies of the lease's pages run.
+        """
+        with self._lock:
+            self._check_live(lease)
+            self._reshaping.release_oldest(lease, pages)
+
+    def fork(self, lease: Lease, kv_len: int, *, label: bytes) -> Lease:
+        """A second lease with the same first `kv_len` positions, under another label: needs `CacheConfig(forks=True)`.
+
+        It shares the full pages, by counts, and has copies of the rest, up to the length of `lease`.  It may be
+        extended, rolled back to the shared pages and windowed; nothing of it is stored, since its pages are another
+        label's.  Raises `OutOfPages` or `NotReady`, and needs a `fence`, as `truncate` does.
+        """
+        if not self.config.forks:
+            raise BadInput("fork: forks are off: CacheConfig(forks=True) allows them")
+        self.seal(lease, kv_len)
+        with self._lock:
+            self._check_live(lease)
+            identity = self._identities.get(self._fingerprint, lease.identity.salt, lease.identity.adapter, label)
+            return self._reshaping.fork(lease, next(self._admission.numbers), identity)
+
     # ------------------------------------------------------------------ preemption
 
     def exclusive_pages(self, lease: Lease) -> int:
@@ -283,21 +303,9 @@ class TieredCache:
             why = "copies of its pages are running" if lease.read_in_progress else "the cache has no host memory"
             raise CannotSuspend(f"{lease} cannot be suspended: {why}")
         names = self._name_full_pages(lease, kv_len)
-        used = -(-kv_len // self._page_size)
         with self._lock:
             self._check_live(lease)
-            holding = self._traffic.copies.requests_holding(lease.pages[:used])
-            which = [i for i in range(used) if complete or holding[i] == 1]
-            ticket = Suspended(lease, kv_len, dict.fromkeys(which, -1))
-            if which and not self._traffic.parking.suspend(ticket, page_ids(lease.pages[i] for i in which)):
-                raise CannotSuspend(f"{lease} {self._traffic.parking.refusal(len(which))}")
-            self._storing.seal_pages(lease, names)
-            if not self._storing.store(lease):
-                self._storing.touch(lease)
-            if used > lease.sealed:
-                self._ledger.seal(lease.pages[used - 1 : used], lease.number)  # the tail: nobody writes it any more
-            self._traffic.parking.hold_sources(ticket)
-            self._end(lease)
+            ticket = self._admission.suspend(lease, kv_len, names, self._traffic, complete)
         if self.transfers is not None:
             self.transfers.start()
         return ticket
@@ -318,8 +326,7 @@ class TieredCache:
         with self._lock:
             if self._traffic is None:
                 raise BadInput(f"{ticket} is of another cache: this one has no host memory")
-            same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))
-            lease = self._admission.resume(ticket, ids, self._traffic.parking, same_names)
+            lease = self._admission.resume(ticket, ids, self._traffic.parking)
         if self.transfers is not None:
             self.transfers.start()
         return lease
@@ -408,10 +415,7 @@ class TieredCache:
     def _release(self, lease: Lease, pages: "array[int]") -> None:
         """The lease lets go of consecutive pages; the deepest one in the tree may end a run that is droppable now."""
         self._ledger.release(pages, lease.number)
-        for page in reversed(pages):
-            if page in self._tree:
-                self._tree.offer(page)
-                break
+        self._tree.offer(pages)
 
     # ------------------------------------------------------------------ the whole cache
 
@@ -428,12 +432,13 @@ class TieredCache:
             return self._reset()
 
     def _reset(self) -> ResetReport:
-        held = self._ledger.held
+        held, traffic = self._ledger.held, self._traffic
         if self._misses is not None:
             self._misses.forgotten(names_in(self._tree).values())
         self._storing.epoch += 1
         freed = self._tree.clear()
-        return ResetReport(pages_freed=freed.gpu, pages_held=held, host_pages_freed=freed.host)
+        held_outputs = sum(isinstance(lease, Hold) for lease in self._leases.values())
+        return self._counting.reset(freed, held, len(self._leases) - held_outputs, held_outputs, self._host, traffic)
 
     def output_stats(self) -> OutputStats | None:
         """Counts of encoder outputs; None while nobody keeps any."""
@@ -469,15 +474,6 @@ class TieredCache:
             check_owners(self._ledger, self._host, self._leases.values(), self._traffic)
 
     # ------------------------------------------------------------------ checks and small things
-
-    def _prompt(self, tokens: TokenIds, media: Sequence[MediaItem], most: int | None) -> tuple[Int32s, Placed, int]:
-        """A prompt's ids, its media on pages, and how many pages it may take from the cache."""
-        ids = as_int32(tokens)
-        if not len(ids):
-            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-        limit = (len(ids) - 1) // self._page_size
-        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
-        return ids, placed, limit if most is None else min(limit, most)
 
     def _name_full_pages(self, lease: Lease, kv_len: int) -> list[int]:
         """Notes `kv_len`; names the pages that it fills and that are not sealed yet, outside the lock.

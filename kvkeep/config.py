@@ -22,6 +22,7 @@ class CacheConfig:
         request ends, which forfeits sharing between concurrent requests.
     eviction: the order in which cached pages leave.  "rhythm" learns when chains come back, and lets go first of what
         costs most to keep for each hit; "lru" is exact least-recently-used, tail first.
+    forks: let an engine fork a live request under another label (`TieredCache.fork`).
     ghosts: estimate what tiers of other sizes would hit; 20 to 50 microseconds for each request that finishes.
     """
 
@@ -29,6 +30,7 @@ class CacheConfig:
     index_at: IndexAt = "seal"
     eviction: EvictionName = "rhythm"
     ghosts: bool = True
+    forks: bool = False
 
     def __post_init__(self) -> None:
         check_int("page_size", self.page_size, at_least=1)

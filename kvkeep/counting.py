@@ -7,12 +7,14 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 
+from kvkeep.index.runs import Cleared
 from kvkeep.index.tiermap import TierMap
 from kvkeep.lease import Lease
 from kvkeep.room import Room
-from kvkeep.stats import CacheStats, Histogram
+from kvkeep.stats import CacheStats, Histogram, ResetReport
 from kvkeep.storing import Storing
 from kvkeep.tiers.ledger import Ledger
+from kvkeep.traffic import Traffic
 
 #: Upper bounds of a wait's histogram, in seconds.  Nothing waited for is its own bucket.
 WAIT_BOUNDS_S = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -100,6 +102,22 @@ class Counting:
             self._gate.add(wait_s)
             self._lost_tokens += gated.matched_len - lease.taken_len
         return True
+
+    def reset(
+        self, freed: Cleared, held: int, leases: int, outputs: int, host: TierMap | None, traffic: Traffic | None
+    ) -> ResetReport:
+        """What a reset has freed, and what it had to leave.   held: pages of the GPU pool that somebody held."""
+        return ResetReport(
+            pages_freed=freed.gpu,
+            pages_held=held,
+            pages_copying=len(traffic.copies.pages_held_alone()) if traffic is not None else 0,
+            host_pages_freed=freed.host,
+            host_pages_copying=host.ledger.held if host is not None else 0,
+            leases=leases,
+            outputs_held=outputs,
+            suspended=len(traffic.parking.suspended) if traffic is not None else 0,
+            suspended_pages=traffic.parking.ledger.held if traffic is not None else 0,
+        )
 
     def stats(self, leases: int, ledger: Ledger, host: TierMap | None, room: Room, storing: Storing) -> CacheStats:
         """The counters as a value, with the counts of now."""

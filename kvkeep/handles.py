@@ -122,6 +122,15 @@ class LeaseHandle:
         self._desk.cache.truncate(self.lease, length)
         self._desk.room_was_made()
 
+    def protect_prefix(self, length: int) -> None:
+        """The first `length` tokens stay, and only they are stored; what is behind them may be released."""
+        self._desk.cache.protect_prefix(self.lease, length)
+
+    def release_oldest(self, pages: int) -> None:
+        """Lets go of the oldest `pages` sealed pages behind the protected prefix; `lease.prefix_epoch` rises."""
+        self._desk.cache.release_oldest(self.lease, pages)
+        self._desk.room_was_made()
+
     def finish(self, kv_len: int, hint: Hint | None = None) -> None:
         """Ends the request and stores what it computed.   hint: what is known of the chain's future."""
         self._desk.cache.finish(self.lease, kv_len, hint)

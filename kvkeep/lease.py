@@ -42,6 +42,35 @@ class Gate:
         return self.open
 
 
+class Window:
+    """How the pages of a lease differ from its chain, once it is windowed or forked.
+
+        pages of the chain   0 ... protected ... kept ...... kept + released ......
+        in `Lease.pages`     |      stay             |   let go of   |  the window  |
+
+    protected: leading pages that are stored at the end, the rest never.   kept: leading ones that are never released:
+        one more where the protected length ends inside a page.
+    released: pages let go of behind those.   epoch: how often.
+    sealed: once the chain is closed, leading pages that are immutable, released ones counted; None before: its pages
+        have names.
+    """
+
+    __slots__ = ("epoch", "kept", "protected", "released", "sealed")
+
+    def __init__(self, protected: int, kept: int, sealed: int | None = None) -> None:
+        self.protected = protected
+        self.kept = kept
+        self.released = 0
+        self.epoch = 0
+        self.sealed = sealed
+
+    def copy(self, protected: int, sealed: int) -> "Window":
+        """The same for a fork, which has `sealed` immutable pages."""
+        window = Window(protected, self.kept, sealed)
+        window.released, window.epoch = self.released, self.epoch
+        return window
+
+
 class Lease:
     """The pages of one live request, in order, and what is known of their content.
 
@@ -49,7 +78,8 @@ class Lease:
         pages       | shared, from the cache | sealed | being written |  room  |
         tokens                 | token ids from `base` on .........|
 
-    pages: page ids; position p lies in `pages[p // page_size]`.  Treat it as read-only.
+    pages: page ids; position p lies in `pages[p // page_size]`, or, once pages were released, in
+        `pages[lease.index_of(p // page_size)]`.  Treat it as read-only.
     length: token ids known (prompt and appended).   kv_len: positions known to hold committed KV.
     loaded_len: of the positions that admission took from the cache (`matched_len`), the last ones, which a load of this
         lease's own brings from the host tier.
@@ -61,7 +91,7 @@ class Lease:
     __slots__ = (
         "base", "base_name", "began", "copies", "epoch", "hint", "holes", "identity", "kv_len", "length", "live",
         "loaded_len", "media", "names", "number", "order", "pages", "path", "prompt_len", "revoked",
-        "store", "stored", "taken_len", "tokens", "twins", "unread", "use",
+        "store", "stored", "taken_len", "tokens", "twins", "unread", "use", "window",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +137,7 @@ class Lease:
         self.order: Callable[[Lease, object], None] | None = None  # what `Gate.wait_on` does
         self.revoked = False
         self.holes: list[tuple[int, int]] = []
+        self.window: Window | None = None
 
     @property
     def read_in_progress(self) -> bool:
@@ -130,6 +161,30 @@ class Lease:
     def gate(self) -> Gate:
         """What `read_in_progress` tells, for engines that launch forwards on streams."""
         return Gate(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether its chain has ended: pages are sealed without names, and nothing more of it is stored."""
+        return self.window is not None and self.window.sealed is not None
+
+    @property
+    def prefix_epoch(self) -> int:
+        """How often pages were released: when it has risen, whatever was made of `pages` is to be made again."""
+        return self.window.epoch if self.window is not None else 0
+
+    @property
+    def released(self) -> int:
+        """How many pages behind the protected prefix were released."""
+        return self.window.released if self.window is not None else 0
+
+    def index_of(self, number: int) -> int:
+        """Where in `pages` page `number` of the chain is; `BadInput` when it was released."""
+        window = self.window
+        if window is None or number < window.kept:
+            return number
+        if number < window.kept + window.released:
+            raise BadInput(f"page {number} of {self}: pages {window.kept} to {number} were released")
+        return number - window.released
 
     def shorten(self, depth: int, base_name: int, raw: bytes, page_nbytes: int) -> None:
         """The matched pages from `depth` on did not arrive: the lease computes them.   raw: their token ids."""
@@ -165,7 +220,9 @@ class Lease:
 
     @property
     def sealed(self) -> int:
-        """Leading pages that are immutable."""
+        """Leading pages of the chain that are immutable."""
+        if self.window is not None and self.window.sealed is not None:
+            return self.window.sealed
         return self.base + len(self.names)
 
     def raw(self, first: int, last: int, page_size: int) -> memoryview:

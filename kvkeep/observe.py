@@ -229,7 +229,7 @@ class Observer:
             inserted = tree.insert(place, names, raw[len(found) * self._page_nbytes :], opened, media)
             place = tree.place(inserted.last)
             ledger.release(opened, seen.number)
-            tree.offer(opened[-1])
+            tree.offer(opened)
         else:
             names = []
             tree.touch(place)

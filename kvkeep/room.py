@@ -106,7 +106,7 @@ class Room:
             rest -= drains.count
         if rest:
             if rest > ledger.free:
-                self._swap_twins(rest)
+                self._swap_twins(rest, owner)
             pages.extend(ledger.open(rest, owner))
         for copy in drains.copies if drains is not None else ():
             pages.extend(copy.promised)
@@ -131,7 +131,7 @@ class Room:
         while (slot := ledger.open_slot(nbytes, owner)) is None:
             found = self._some(1, owner, None)
             if found is None:
-                self._swap_twins(1)
+                self._swap_twins(1, owner)
                 continue
             self.pages_evicted += len(found)
             ledger.release(found, owner)
@@ -299,7 +299,7 @@ class Room:
 
     # ------------------------------------------------------------------ twins
 
-    def _swap_twins(self, free_min: int) -> None:
+    def _swap_twins(self, free_min: int, owner: int) -> None:
         """Frees idle pages that cannot leave since a live request's pages hang behind them, until `free_min` are free.
 
         Such a request has a private page of equal content for each (it lost the race to store it), so the index takes
@@ -321,4 +321,25 @@ class Room:
                     tree.replace(other, own)
                     lease.twins.remove(depth)
         if ledger.free < free_min:
+            self._cut_windows(free_min, owner)
+        if ledger.free < free_min:
             raise InvariantViolation(f"{free_min - ledger.free} idle pages can neither leave nor be replaced")
+
+    def _cut_windows(self, free_min: int, owner: int) -> None:
+        """Frees idle pages that cannot leave since a window has slid past them, until `free_min` are free.
+
+        What hangs behind them in the index leaves it first.  The pages stay with their request, and the index would
+        lose them with the ones before: who took them from it would hold those too.
+        """
+        ledger, tree = self._ledger, self._tree
+        for lease in self._leases.values():
+            window = lease.window
+            if window is None or not window.released:
+                continue
+            inside = next((page for page in lease.pages[window.kept :] if page in tree), None)
+            place = None if inside is None else tree.place(inside)
+            if place is not None and ledger.is_idle(tree.page_at(place, place.depth - 2)):
+                tree.cut(place.run, place.depth - 1)
+        while ledger.free < free_min and (found := self._some(free_min - ledger.free, owner, None)):
+            self.pages_evicted += len(found)
+            ledger.release(found, owner)

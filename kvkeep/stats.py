@@ -78,8 +78,26 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class ResetReport:
-    """pages_freed and host_pages_freed are free now; pages_held are free when live requests and copies let go."""
+    """What a reset has freed, and what it could not free yet.
+
+    pages_freed, host_pages_freed: free now.
+    pages_held: free when live requests and copies let go; pages_copying of them only copies hold.
+    host_pages_copying: host pages that copies still read or write, free when those are over.
+    leases: live requests, and outputs_held encoder outputs in them: they go on, and nothing of them is stored.
+    suspended: requests that wait in host memory, with suspended_pages there until they are resumed or discarded.
+    """
 
     pages_freed: int
     pages_held: int
+    pages_copying: int
     host_pages_freed: int
+    host_pages_copying: int
+    leases: int
+    outputs_held: int
+    suspended: int
+    suspended_pages: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of before is anywhere any more."""
+        return not (self.pages_held or self.host_pages_copying or self.suspended)

@@ -34,23 +34,32 @@ class Storing:
         self.pages_stored = 0
 
     def name_full_pages(self, lease: Lease) -> list[int]:
-        """Names of the pages that `kv_len` fills and that are not sealed yet.  Outside the lock."""
+        """Names of the pages that `kv_len` fills and that are not sealed yet; none on a closed chain.
+
+        Outside the lock.
+        """
         first, last = lease.sealed, lease.kv_len // self._page_size
-        if last <= first:
+        if last <= first or lease.closed:
             return []
         parent = lease.names[-1] if lease.names else lease.base_name
         raw = lease.raw(first, last, self._page_size)
         return chain_names(parent, raw, self._page_nbytes, first, lease.media.by_page, self._hash)
 
     def seal_pages(self, lease: Lease, names: list[int]) -> None:
-        """The lease's next `len(names)` pages become READY."""
+        """The lease's next `len(names)` pages become READY; on a closed chain all that `kv_len` fills."""
         if names:
             self._ledger.seal(lease.pages[lease.sealed : lease.sealed + len(names)], lease.number)
             lease.names += names
+        elif (window := lease.window) is not None and window.sealed is not None:
+            full = lease.kv_len // self._page_size
+            self._ledger.seal(lease.pages[lease.index_of(window.sealed) : full - window.released], lease.number)
+            window.sealed = full
 
     def store(self, lease: Lease) -> bool:
         """Puts the lease's sealed pages into the tree and stamps its path; False when there was nothing to put."""
         last = lease.sealed if lease.media.storable is None else min(lease.sealed, lease.media.storable)
+        if lease.window is not None:
+            last = min(last, lease.window.protected)
         if last <= lease.stored or not lease.store or lease.epoch != self.epoch:
             return False
         place = self.place(lease) or self._begin_again(lease)

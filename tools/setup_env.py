@@ -134,10 +134,12 @@ def make(extras: str, want: Stamp, have: Stamp) -> None:
 
 
 def pip(*arguments: str) -> None:
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    # Most modules of large packages are never imported: those that are get compiled when they are.
+    options = ["--no-compile", "--disable-pip-version-check", "--no-input"]
+    if not sys.stdout.isatty():
+        options.append("--quiet")
     step(
-        # Most modules of large packages are never imported: those that are get compiled when they are.
-        *(in_venv("python"), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", "--no-input", *quiet),
+        *(in_venv("python"), "-m", "pip", "install", *options),
         *arguments,
         hint="is a package index in reach?",
     )

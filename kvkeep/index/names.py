@@ -73,10 +73,15 @@ def fingerprint_bytes(fingerprint: Fingerprint | bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Where a chain starts: the framed root record, compared in full, and its 64-bit name."""
+    """Where a chain starts: the framed root record, compared in full, and its 64-bit name.
+
+    salt, adapter: of those that the record was made of, what requests with another label may share with it.
+    """
 
     record: bytes
     name: int
+    salt: bytes = b""
+    adapter: bytes = b""
 
 
 def frame(fields: Iterable[tuple[str, bytes]]) -> bytes:
@@ -97,7 +102,7 @@ def make_identity(
         if not isinstance(value, bytes):
             raise BadInput(f"{tag} is {type(value).__name__}: it must be bytes")
     record = frame(fields)
-    return Identity(record, hash_fn(record, 0))
+    return Identity(record, hash_fn(record, 0), salt, adapter)
 
 
 class Identities:

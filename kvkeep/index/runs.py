@@ -231,9 +231,9 @@ class RunTree:
 
     # ------------------------------------------------------------------ shrinking
 
-    def offer(self, page: int) -> None:
-        """The holders of `page` have left: its run's tail may leave."""
-        run = self.gpu.run_of[page]
+    def offer(self, pages: "array[int]") -> None:
+        """The holders of consecutive pages have left: the tail of the deepest one's run, if one is here, may leave."""
+        run = self.gpu.deepest(pages)
         if run is not None:
             self.gpu.order.offer(run)
 

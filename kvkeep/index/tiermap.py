@@ -54,6 +54,18 @@ class TierMap:
         else:
             self.run_of[as_index(pages)] = None
 
+    def deepest(self, pages: "array[int]") -> Run | None:
+        """The run of the last of `pages` that is in the tree; None when none is."""
+        run_of = self.run_of
+        for page in reversed(pages[-SCALAR_PAGES_MAX:]):
+            if run_of[page] is not None:
+                return run_of[page]  # type: ignore[no-any-return]
+        rest = pages[:-SCALAR_PAGES_MAX]
+        if not rest:
+            return None
+        here = np.flatnonzero(run_of.take(as_index(rest)) != None)  # noqa: E711 (elementwise)
+        return run_of[rest[here[-1]]] if len(here) else None
+
     def fit(self) -> None:
         """Has a place for every id of the ledger: there may be more slots than there were."""
         more = self.ledger.ids - len(self.depth_of)

@@ -7,7 +7,6 @@ its end and may trim their own tail.  This is the accounting of reuse counts tha
 """
 
 import time
-from array import array
 from collections.abc import Iterable
 
 from kvkeep.errors import InvariantViolation
@@ -81,7 +80,7 @@ class Reference:
             own = pages.names(request.chain, matched, final)
             place = tree.place(tree.insert(place, own, raw[matched * page_nbytes : final * page_nbytes], opened).last)
             ledger.release(opened, request)
-            self._offer_deepest(opened)
+            self.tree.offer(opened)
         elif matched:
             tree.touch(place)
         if uses is not None and began is not None and place is not None and place.depth:
@@ -97,9 +96,3 @@ class Reference:
             counts.pages_evicted += len(gone)
             if ledger.idle > self.capacity_pages or ledger.held:
                 raise InvariantViolation(f"{ledger.idle} pages are left where {self.capacity_pages} have a place")
-
-    def _offer_deepest(self, opened: "array[int]") -> None:
-        for page in reversed(opened):
-            if page in self.tree:
-                self.tree.offer(page)
-                return

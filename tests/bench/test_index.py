@@ -25,6 +25,8 @@ PROMISED = {
     "match_us_1000_30_branches",
     "match_us_8000",
     "seal_us_per_page",
+    "release_oldest_us_1000_cached",
+    "release_oldest_us_1000_own",
     "seal_us_one_page",
     *(f"alloc_us_per_page_{count}{runs}" for count, runs in product((1, 8, 64), ("", "_short_runs"))),
     "rhythm_evict_us_per_page",

@@ -112,9 +112,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def release(self, pin: Pin) -> None:
         self.ledger.release(pin.pages, pin.owner)
-        inside = [p for p in pin.pages if p in self.tree]
-        if inside:
-            self.tree.offer(inside[-1])
+        self.tree.offer(pin.pages)
 
     def place(self, root: Identity, pages: "array[int]") -> Place:
         place = self.tree.place(pages[-1]) if pages else self.tree.root(root)
@@ -329,7 +327,7 @@ def stored(tree: RunTree, *chains: Chain) -> None:
         names = chain_names(found.name, raw_of(chain[at:]), PAGE_NBYTES, at, media_of(chain))
         tree.insert(place, names, raw_of(chain[at:]), pages, media_of(chain))
         tree.gpu.ledger.release(pages, "a")
-        tree.offer(pages[-1])
+        tree.offer(pages[-1:])
 
 
 def plain(*pages: tuple[int, int]) -> Chain:
@@ -347,7 +345,7 @@ def test_a_page_that_is_held_stays_though_it_is_the_coldest() -> None:
         gone = tree.evict(count)
         assert (count, set()) == (len(gone), set(gone) & set(cold))
         ledger.release(cold, "reader")
-        tree.offer(cold[-1])
+        tree.offer(cold[-1:])
         assert sorted(cold) == sorted([*tree.evict(1), *tree.evict(1)])
 
 

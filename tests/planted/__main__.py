@@ -7,11 +7,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Queue
 
 from tests.planted.bugs import BUGS, Bug
-from tests.planted.plant import DoesNotApply, Outcome, Verdict, check_applies, copy_of, plant, run_tests
+from tests.planted.nursery import LARGE, VLLM, Nursery
+from tests.planted.plant import (
+    DoesNotApply,
+    Outcome,
+    RunTests,
+    Verdict,
+    check_applies,
+    copy_of,
+    plant,
+    run_tests,
+)
+
+#: So many bugs are planted before a nursery, which takes as long to begin as two or three of them, has been of use.
+FEW = 6
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -37,13 +52,24 @@ def main(arguments: Sequence[str] | None = None, bugs: Sequence[Bug] = BUGS, roo
     if not sound(chosen, root, options.limit):
         return 1
     caught = 0
-    pool = ThreadPoolExecutor(options.jobs)
-    try:
-        for verdict in pool.map(lambda bug: plant(bug, root, options.limit), chosen):
+    modules = (*LARGE, *VLLM) if options.needing == "vllm" else LARGE
+    with ExitStack() as stack:
+        free: Queue[RunTests] = Queue()
+        for _ in range(options.jobs):
+            free.put(stack.enter_context(Nursery(modules)).run if len(chosen) > FEW else run_tests)
+
+        def plant_one(bug: Bug) -> Verdict:
+            run = free.get()
+            try:
+                return plant(bug, root, options.limit, run)
+            finally:
+                free.put(run)
+
+        pool = stack.enter_context(ThreadPoolExecutor(options.jobs))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for verdict in pool.map(plant_one, chosen):
             show(verdict)
             caught += verdict.outcome is Outcome.CAUGHT
-    finally:
-        pool.shutdown(cancel_futures=True)
     print(f"{caught} of {len(chosen)} planted bugs caught")
     return 0 if caught == len(chosen) else 1
 

@@ -289,7 +289,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "cache-takes-more-than-it-may",
-        CACHE,
+        ADMISSION,
         "limit if most is None else min(limit, most)",
         "limit if most != 0 else 0",
         (LOOK + "test_an_admission_takes_no_more_than_it_may",),

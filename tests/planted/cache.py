@@ -11,6 +11,7 @@ ROOM = "kvkeep/room.py"
 COUNTING = "kvkeep/counting.py"
 ADMISSION = "kvkeep/admission.py"
 CACHE = "kvkeep/cache.py"
+RESHAPING = "kvkeep/reshaping.py"
 
 MISSES = "kvkeep/misses.py"
 MISS_TESTS = "tests/core/test_misses.py::"
@@ -23,9 +24,9 @@ BUGS: tuple[Bug, ...] = (
     # The cache: the life of a request.
     Bug(
         "cache-matches-the-whole-prompt",
-        CACHE,
-        "limit = (len(ids) - 1) // self._page_size",
-        "limit = len(ids) // self._page_size",
+        ADMISSION,
+        "limit = (len(ids) - 1) // page_size",
+        "limit = len(ids) // page_size",
         (CASES + "test_one_token_of_a_prompt_is_left_to_compute",),
     ),
     Bug(
@@ -81,8 +82,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-extend-forgets-the-room",
         CACHE,
-        "need = -(-(length + room) // self._page_size) - len(lease.pages)",
-        "need = -(-length // self._page_size) - len(lease.pages)",
+        "need = -(-(length + room) // self._page_size) - lease.released",
+        "need = -(-length // self._page_size) - lease.released",
         (NAIVE_CACHE,),
     ),
     Bug(
@@ -102,8 +103,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-shows-pages-before-the-end",
         CACHE,
-        "if self._store_at_seal:",
-        "if self._lock:",
+        "if self._store_at_seal and lease.window is None:",
+        "if self._lock and lease.window is None:",
         (CASES + "test_pages_are_visible_when_they_fill_or_when_their_request_ends",),
     ),
     Bug(
@@ -161,7 +162,7 @@ BUGS: tuple[Bug, ...] = (
         "",
         (CASES + "test_an_ended_request_cannot_be_used",),
     ),
-    Bug("cache-tail-is-not-offered", CACHE, "self._tree.offer(page)", "pass", (NAIVE_CACHE,)),
+    Bug("cache-tail-is-not-offered", CACHE, "self._tree.offer(pages)", "pass", (NAIVE_CACHE,)),
     Bug(
         "cache-match-ends-inside-an-item",
         ADMISSION,
@@ -189,14 +190,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "truncate-writes-into-a-sealed-page",
-        CACHE,
+        RESHAPING,
         "replace = part and full < lease.sealed",
         "replace = part and full < lease.sealed - 1",
         (CASES + "test_truncate_never_rewrites_a_sealed_page",),
     ),
     Bug(
         "truncate-changes-before-it-refuses",
-        CACHE,
+        RESHAPING,
         "if replace and not self._room.could_be_had(gone):",
         "if replace and not self._room.could_be_had(lease.pages):",
         (CASES + "test_truncate_without_a_page_for_the_copy_changes_nothing",),
@@ -247,7 +248,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "room-twins-do-not-give-way",
         ROOM,
-        "self._swap_twins(rest)",
+        "self._swap_twins(rest, owner)",
         "pass",
         (CASES + "test_a_loser_goes_on_until_the_pool_is_full",),
     ),

@@ -12,12 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.planted.bugs import Bug
+from tests.planted.nursery import arguments
+
+RunTests = Callable[[Path, Sequence[str], float], tuple[int | None, str]]
 
 TESTS_FAILED = 1
 """pytest's exit status when tests ran and some failed; with any other but 0 they did not get that far."""
@@ -102,8 +105,7 @@ def copy_of(root: Path) -> Iterator[Path]:
 
 def run_tests(copy: Path, nodes: Sequence[str], limit_s: float) -> tuple[int | None, str]:
     """Exit status (None: out of time) and output of the tests, run on the copy in a process of their own."""
-    command = [sys.executable, "-m", "pytest", *("-x", "-q", "-m", "", "--tb=short", "--no-header")]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.planted.guard", *nodes]
+    command = [sys.executable, "-m", "pytest", *arguments(nodes)]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     process = subprocess.Popen(
         command,
@@ -126,7 +128,7 @@ def run_tests(copy: Path, nodes: Sequence[str], limit_s: float) -> tuple[int | N
             process.communicate()
 
 
-def plant(bug: Bug, root: Path, limit_s: float) -> Verdict:
+def plant(bug: Bug, root: Path, limit_s: float, run: RunTests = run_tests) -> Verdict:
     """Plants the bug in a copy of `root`, and tells whether its tests fail there."""
     began = time.monotonic()
 
@@ -144,7 +146,7 @@ def plant(bug: Bug, root: Path, limit_s: float) -> Verdict:
         # Same size and same second would make Python trust the old bytecode.
         for stale in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
             stale.unlink()
-        status, output = run_tests(copy, bug.caught_by, limit_s)
+        status, output = run(copy, bug.caught_by, limit_s)
     if status == TESTS_FAILED:
         return verdict(Outcome.CAUGHT)
     if status == 0:

@@ -106,8 +106,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-suspended-page-is-let-go-of-before-its-copy-is-over",
-        CACHE,
-        """            self._traffic.parking.hold_sources(ticket)
+        "kvkeep/admission.py",
+        """        traffic.parking.hold_sources(ticket)
 """,
         "",
         (LIFE + "test_row_31_a_suspended_page_stays_until_it_has_been_copied",),
@@ -241,9 +241,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-stored-under-weights-of-another-name",
-        CACHE,
-        'same_names = ticket.identity.record.startswith(frame([("fingerprint", self._fingerprint)]))',
-        "same_names = self._fingerprint in ticket.identity.record",
+        "kvkeep/admission.py",
+        "current = ticket.epoch == self._storing.epoch",
+        "current = ticket.epoch <= self._storing.epoch",
         (FOUND + "test_weights_are_the_same_only_when_all_of_their_fingerprint_is",),
     ),
     # Failed loads.

@@ -17,6 +17,7 @@ WEIGHT = {
     "admit": 30, "compute": 24, "extend": 6, "truncate": 2, "finish": 20, "abort": 2, "suspend": 2, "resume": 4,
     "discard": 0.3, "poll": 8, "step": 90, "written": 40, "follow": 4, "stick": 0.6, "free": 2, "fail": 0.6,
     "late": 0.6, "reset": 0.15, "set_fingerprint": 0.1, "prefilled": 0.1, "die": 0.02, "close": 0.02,
+    "protect": 3, "release": 8, "fork": 2,
 }  # fmt: skip
 HABITS = (0.25, 1.0, 1.0, 3.0)
 
@@ -56,7 +57,10 @@ class Chooser:
         self._random = random.Random(f"operations {seed}")
         self._handles = 0
         self._names = list(WEIGHT)
-        self._weights = [WEIGHT[name] * self._random.choice(HABITS) for name in self._names]
+        # The last three have a choice of their own, so that what older seeds do stays what it was.
+        self._weights = [WEIGHT[name] * self._random.choice(HABITS) for name in self._names[:-3]]
+        reshaped = random.Random(f"reshaped {seed}").choice
+        self._weights += [WEIGHT[name] * reshaped((0, 0, 0, 1, 2)) for name in self._names[-3:]]
         self._load = self._random.choice((0.0, 0.3, 0.6, 0.9))
         self._ones = self._random.choice((0.1, 0.3, 0.5))
         self._media_rate = self._random.choice((0.0, 0.0, 0.25))
@@ -75,6 +79,9 @@ class Chooser:
             "late": lambda: ("late", self._random.choice((3, 20, world.setup.deadline_steps))),
             "written": lambda: ("written",) if world.device.writing else None,
             "prefilled": lambda: ("prefilled", self._random.choice((1, 100, 10_000))),
+            "protect": self._protect,
+            "release": self._release,
+            "fork": self._fork,
             "set_fingerprint": lambda: ("set_fingerprint", self._random.randrange(len(WEIGHTS))),
         }
         for name in ("step", "stick", "free", "fail"):
@@ -196,6 +203,28 @@ class Chooser:
             return None
         request = self._random.choice(live)
         return ("truncate", request.handle, self._random.randint(1, len(request.tokens)))
+
+    def _protect(self) -> Operation | None:
+        """Mostly something short, so that a window may slide behind it."""
+        live = [request for request in self._live() if request.lease is not None and not request.lease.released]
+        if not live:
+            return None
+        request = self._random.choice(live)
+        longest = len(request.tokens) if self._random.random() < 0.3 else min(5, len(request.tokens))
+        return ("protect", request.handle, self._random.randint(0, longest))
+
+    def _release(self) -> Operation | None:
+        windowed = [request for request in self._live() if request.lease is not None and request.lease.window]
+        if not windowed:
+            return None
+        return ("release", self._random.choice(windowed).handle, self._random.choice((1, 1, 1, 2, 3)))
+
+    def _fork(self) -> Operation | None:
+        request = self._one_readable()
+        if request is None:
+            return None
+        self._handles += 1
+        return ("fork", request.handle, self._handles)
 
     def _suspend(self) -> Operation | None:
         live = self._live()

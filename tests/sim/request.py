@@ -50,6 +50,7 @@ class Request:
 
     kvs: KV of the positions that have some, in the cache or written by now.   pages: the full pages of it, as bytes.
     holes: ranges of positions whose KV is gone after a resume.
+    A window that has slid is a part of the KV of what is computed behind it.
     """
 
     def __init__(self, handle: int, weights: int, salt: int, tokens: Sequence[int], items: Iterable[Item]) -> None:
@@ -102,7 +103,8 @@ class Request:
         else:
             self.know(last, weights)
         pages = self.lease.pages
-        return [Cell(pages[p // PAGE_SIZE], p % PAGE_SIZE, self.kvs[p]) for p in range(first, last)]
+        at = self.lease.index_of
+        return [Cell(pages[at(p // PAGE_SIZE)], p % PAGE_SIZE, self.kvs[p]) for p in range(first, last)]
 
     def inside_unit(self, position: int) -> bool:
         """Whether an item that looks ahead would be split there."""
@@ -114,7 +116,16 @@ class Request:
 
     def _kv(self, position: int, weights: int) -> int:
         before = self.kvs[position - 1] if position else self.root
-        return next_kv(before, self.tokens[position], weights, self._inside(position) if self.items else ())
+        inside = self._inside(position) if self.items else ()
+        if self.lease is not None and self.lease.prefix_epoch:
+            inside = (-1, self.lease.prefix_epoch, *inside)
+        return next_kv(before, self.tokens[position], weights, inside)
+
+    def forked(self, handle: int, lease: Lease) -> "Request":
+        """A request with the same content, which goes on by itself."""
+        fork = Request(handle, 0, self.salt, self.tokens, self.items)
+        fork.root, fork.kvs, fork.pages, fork.lease = self.root, self.kvs[:], self.pages[:], lease
+        return fork
 
     def _inside(self, position: int) -> tuple[int, ...]:
         for item in self.items:

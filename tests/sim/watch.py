@@ -112,13 +112,14 @@ class Watch:
             parking = cache._traffic.parking.ledger
             self._free.append(FreePages("suspension", parking, self._host, world.host.tier_pages))
         self._mirror = Mirror(world) if world.setup.listening else None
-        from tests.sim.world import SALTS, WEIGHTS  # below this module, but for these
+        from tests.sim.world import FORK, SALTS, WEIGHTS  # below this module, but for these
 
         self._roots = {
             make_identity(weights, salt).record: (w, root_kv(w, s))
             for w, weights in enumerate(WEIGHTS)
             for s, salt in enumerate(SALTS)
         }
+        self._forks = {make_identity(weights, salt, label=FORK).record for weights in WEIGHTS for salt in SALTS}
         self._outputs = OutputWatch(world, world.outputs) if world.outputs is not None else None
         self._known: dict[tuple[int, bytes, int], tuple[bytes, int]] = {}
 
@@ -152,20 +153,23 @@ class Watch:
         lease = request.lease
         assert lease is not None
         pages = lease.pages
-        assert lease.length == len(request.tokens) <= len(pages) * PAGE_SIZE
+        assert lease.length == len(request.tokens) <= (len(pages) + lease.released) * PAGE_SIZE
         assert len(set(pages)) == len(pages), f"{lease} has a page twice: {pages}"
         if lease.read_in_progress:
             return
         device = self.world.device
+        first = lease.window.kept if lease.window is not None else 0
         for number, expected in enumerate(request.pages):
-            page = pages[number]
+            if first <= number < first + lease.released:
+                continue
+            page = pages[lease.index_of(number)]
             if device.page_bytes(page) != expected and page not in device.busy:
                 assert request.in_hole(number * PAGE_SIZE) or request.in_hole((number + 1) * PAGE_SIZE - 1), (
                     f"request {request.handle}, {lease}: page {number} ({page}) holds wrong bytes"
                 )
         rest = len(request.kvs) % PAGE_SIZE
         if rest:
-            page, first = pages[len(request.pages)], len(request.kvs) - rest
+            page, first = pages[lease.index_of(len(request.pages))], len(request.kvs) - rest
             if not device.shows(page, request.kvs[first:]) and page not in device.busy:
                 assert request.in_hole(first), f"request {request.handle}, {lease}: the tail page {page} is wrong"
 
@@ -173,6 +177,7 @@ class Watch:
         """Every page in the index, of either tier, holds what its chain says."""
         tree, ends = self.world.cache._tree, dict[Run, tuple[int, int] | None]()
         for root in tree.roots:
+            assert root.record not in self._forks, "the index holds pages of one label under another"
             if root.record not in self._roots:
                 continue  # of an encoder
             weights, kv = self._roots[root.record]

@@ -36,6 +36,7 @@ from tests.sim.watch import Watch
 
 SALTS = (b"", b"s")
 WEIGHTS = (b"f", b"fp", b"salt")  # one is the beginning of another, one occurs in every root
+FORK = b"of another"  # the label of forks
 JUNK_KV = 0x7EADBEEF
 #: What callers say of a request's future, by its handle.
 HINTS: tuple[Hint | None, ...] = (None, None, Discard(), Pin(20.0), Expect(3.0), None, Pin(1000.0))
@@ -95,7 +96,7 @@ class World:
         uses = Uses(setup.pages, lambda: float(self.done))
         self.hash_fn = narrow_hash if setup.narrow_names else hash64
         self.cache = TieredCache(
-            CacheConfig(page_size=PAGE_SIZE, index_at=setup.index_at, eviction="lru"),
+            CacheConfig(page_size=PAGE_SIZE, index_at=setup.index_at, eviction="lru", forks=True),
             GpuPool(setup.pages, LAYOUT, self.device),
             WEIGHTS[0],
             host=self.host,
@@ -189,8 +190,9 @@ class World:
         last = request.lease.chunk_end(first, min(first + count, len(request.tokens)))
         cells = request.compute(first, last, self.weights)
         pages = request.lease.pages
-        ahead = range(last, min(last + drafts, len(pages) * PAGE_SIZE))
-        cells += [Cell(pages[p // PAGE_SIZE], p % PAGE_SIZE, JUNK_KV) for p in ahead]
+        at = request.lease.index_of
+        ahead = range(last, min(last + drafts, (len(pages) + request.lease.released) * PAGE_SIZE))
+        cells += [Cell(pages[at(p // PAGE_SIZE)], p % PAGE_SIZE, JUNK_KV) for p in ahead]
         self._write(request, cells)
         self.cache.seal(request.lease, last)
 
@@ -205,6 +207,7 @@ class World:
         except OutOfPages as refusal:
             self.seen["extend refused"] += 1
             if before is not None:
+                had += request.lease.released
                 need = -(-(len(request.tokens) + len(tokens) + room) // PAGE_SIZE) - had
                 before.refused(refusal, need)
             return
@@ -217,11 +220,13 @@ class World:
         if request is None or request.lease is None or request.holes or not 1 <= length <= len(request.tokens):
             return
         before = self.watch.before() if self.watch is not None else None
-        gone = request.lease.pages[-(-length // PAGE_SIZE) :]
+        gone = request.lease.pages[max(0, -(-length // PAGE_SIZE) - request.lease.released) :]
+        window = request.lease.window
+        stays = 0 if window is None else (request.lease.sealed if request.lease.closed else window.protected)
         try:
             self.cache.truncate(request.lease, length)
         except BadInput:
-            assert request.inside_unit(length)
+            assert request.inside_unit(length) or length < stays * PAGE_SIZE
             if before is not None:
                 before.unchanged()
             return
@@ -244,7 +249,10 @@ class World:
         if request.holes or not request.readable:
             self.cache.abort(request.lease)  # its KV is not there
         else:
+            stored = self.cache.stats().pages_stored
             self.cache.finish(request.lease, len(request.kvs), HINTS[handle % len(HINTS)])
+            if request.lease.window is not None:
+                assert self.cache.stats().pages_stored - stored <= request.lease.window.protected
         self._over(request)
 
     def abort(self, handle: int) -> None:
@@ -254,6 +262,55 @@ class World:
         self.seen["aborted while copying"] += request.lease.read_in_progress
         self.cache.abort(request.lease)
         self._over(request)
+
+    # ------------------------------------------------------------------ windows and forks
+
+    def protect(self, handle: int, length: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.lease is None or request.lease.released or length > len(request.tokens):
+            return
+        self.cache.protect_prefix(request.lease, length)
+        self.seen["windows"] += 1
+
+    def release(self, handle: int, count: int) -> None:
+        request = self.requests.get(handle)
+        if request is None or request.lease is None or request.lease.window is None or request.holes:
+            return
+        lease, window = request.lease, request.lease.window
+        there = lease.pages[window.kept : max(window.kept, lease.sealed - window.released)]
+        before = self.watch.before() if self.watch is not None else None
+        shared = [page for page in there[:count] if self.cache._ledger.holders(page) > 1]
+        cached = [page for page in there[:count] if page in self.cache._tree]
+        try:
+            self.cache.release_oldest(lease, count)
+        except (BadInput, NotReady):
+            assert lease.read_in_progress or count > len(there)
+            if before is not None:
+                before.unchanged()
+            return
+        assert count <= len(there)
+        assert all(self.cache._ledger.holders(page) for page in shared), "a released page was another request's too"
+        assert all(page in self.cache._tree for page in cached), "a released page was the index's too"
+        self.seen["released"] += count
+        self.seen["released, cached"] += len(cached)
+
+    def fork(self, handle: int, other: int) -> None:
+        request = self._readable(handle)
+        if request is None or request.holes:
+            return
+        assert request.lease is not None
+        self.cache.seal(request.lease, len(request.kvs))
+        before = self.watch.before() if self.watch is not None else None
+        try:
+            lease = self.cache.fork(request.lease, len(request.kvs), label=FORK)
+        except OutOfPages as refusal:
+            self.seen["fork refused"] += 1
+            if before is not None:
+                before.refused(refusal, -(-len(request.tokens) // PAGE_SIZE) - request.lease.sealed)
+            return
+        self.requests[other] = request.forked(other, lease)
+        self.cache.fence(self.device.event)
+        self.seen["forked"] += 1
 
     def _readable(self, handle: int) -> Request | None:
         request = self.requests.get(handle)
