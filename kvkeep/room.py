@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from kvkeep.copies import Copy
 from kvkeep.errors import InvariantViolation, OutOfPages
+from kvkeep.index.family import parent_of
 from kvkeep.index.run import Run
 from kvkeep.index.runs import RunTree
 from kvkeep.lease import Lease
@@ -338,8 +339,15 @@ class Room:
                 continue
             inside = next((page for page in lease.pages[window.kept :] if page in tree), None)
             place = None if inside is None else tree.place(inside)
-            if place is not None and ledger.is_idle(tree.page_at(place, place.depth - 2)):
-                tree.cut(place.run, place.depth - 1)
+            if place is None:
+                continue
+            passed = range(place.depth - 2, window.kept - 1, -1)  # from the last one that the window has slid past
+            last = next((depth for depth in passed if ledger.is_idle(tree.page_at(place, depth))), None)
+            if last is not None:
+                run = place.run
+                while run.start > last + 1:
+                    run = parent_of(run)
+                tree.cut(run, last + 1)
         while ledger.free < free_min and (found := self._some(free_min - ledger.free, owner, None)):
             self.pages_evicted += len(found)
             ledger.release(found, owner)

@@ -195,6 +195,30 @@ def test_two_tiers_find_room_behind_a_window_too() -> None:
     assert 2 <= rig.matched([*tokens, 9])
 
 
+def test_idle_pages_before_one_that_a_copy_reads_can_be_had() -> None:
+    """The window has slid past pages that are being copied down, and those before them are wanted."""
+    rig = Rig(pages=8, tier_pages=16)
+    tokens = [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    rig.serve_alone([*tokens, 9])
+    rig.poll()
+    (clean,) = rig.jobs("clean")
+    assert rig.backend.step(clean)
+    request = rig.admitted([*tokens, 7])
+    rig.do("protect", request, 2)
+    rig.compute(request)
+    rig.do("release", request, 4)
+    stats = rig.cache.stats()
+    copied = len(clean.plan) - 1  # one of them is still in the window
+    assert (1, 4 - copied) == (stats.pages_free, stats.pages_cached) and copied
+    other = rig.admitted([8] * 2 * (5 - copied))
+    assert 5 - copied == len(rig.lease(other).pages)
+    rig.settle()
+    rig.do("abort", other)
+    rig.do("finish", request)
+    rig.settle()
+    assert 2 == rig.matched([*tokens, 9])
+
+
 def test_large_batches_are_counted_like_small_ones() -> None:
     """More pages than a batch that is looked at one by one."""
     cache = make_cache(256)

@@ -166,6 +166,13 @@ BUGS: tuple[Bug, ...] = (
         "            if window is None or not window.released:\n                break\n",
         (WINDOWS + "test_idle_pages_that_a_window_has_slid_past_can_be_had",),
     ),
+    Bug(
+        "window-idle-pages-before-a-copied-one-are-stuck",
+        ROOM,
+        "(depth for depth in passed if ledger",
+        "(depth for depth in passed[:1] if ledger",
+        (WINDOWS + "test_idle_pages_before_one_that_a_copy_reads_can_be_had",),
+    ),
     # Forks.
     Bug(
         "fork-though-forks-are-off",
