@@ -322,32 +322,40 @@ class Room:
                     tree.replace(other, own)
                     lease.twins.remove(depth)
         if ledger.free < free_min:
-            self._cut_windows(free_min, owner)
+            self._cut_closed(free_min, owner)
         if ledger.free < free_min:
             raise InvariantViolation(f"{free_min - ledger.free} idle pages can neither leave nor be replaced")
 
-    def _cut_windows(self, free_min: int, owner: int) -> None:
-        """Frees idle pages that cannot leave since a window has slid past them, until `free_min` are free.
+    def _cut_closed(self, free_min: int, owner: int) -> None:
+        """Frees idle pages that cannot leave since leases with closed chains hold what hangs behind them.
 
-        What hangs behind them in the index leaves it first.  The pages stay with their request, and the index would
-        lose them with the ones before: who took them from it would hold those too.
+        A window has slid past them, or a fork has others of equal content.  What hangs behind them leaves the index: it
+        stays with its request, and the index would lose it with the ones before.
         """
-        ledger, tree = self._ledger, self._tree
-        for lease in self._leases.values():
-            window = lease.window
-            if window is None or not window.released:
-                continue
-            inside = next((page for page in lease.pages[window.kept :] if page in tree), None)
-            place = None if inside is None else tree.place(inside)
-            if place is None:
-                continue
-            passed = range(place.depth - 2, window.kept - 1, -1)  # from the last one that the window has slid past
-            last = next((depth for depth in passed if ledger.is_idle(tree.page_at(place, depth))), None)
-            if last is not None:
-                run = place.run
-                while run.start > last + 1:
-                    run = parent_of(run)
-                tree.cut(run, last + 1)
-        while ledger.free < free_min and (found := self._some(free_min - ledger.free, owner, None)):
-            self.pages_evicted += len(found)
-            ledger.release(found, owner)
+        ledger = self._ledger
+        for lease in [lease for lease in self._leases.values() if lease.closed]:
+            while ledger.free < free_min and self._cut_behind_idle(lease):
+                while ledger.free < free_min and (found := self._some(free_min - ledger.free, owner, None)):
+                    self.pages_evicted += len(found)
+                    ledger.release(found, owner)
+
+    def _cut_behind_idle(self, lease: Lease) -> bool:
+        """What hangs behind the last idle page before the lease's last one leaves the index; whether there is one.
+
+        Who took that from the index has not got an idle page before it: only leases with closed chains, and such as
+        have pages of their own for those that are idle, hold anything there.
+        """
+        tree = self._tree
+        inside = next((page for page in reversed(lease.pages) if page in tree), None)
+        place = tree.place(inside) if inside is not None else None
+        if place is None:
+            return False
+        before = range(place.depth - 2, -1, -1)
+        last = next((depth for depth in before if self._ledger.is_idle(tree.page_at(place, depth))), None)
+        if last is None:
+            return False
+        run = place.run
+        while run.start > last + 1:
+            run = parent_of(run)
+        tree.cut(run, last + 1)
+        return True

@@ -100,6 +100,22 @@ def test_a_fork_may_be_rolled_back_to_what_it_shares_and_forked_and_windowed() -
     assert 16 == cache.stats().pages_free
 
 
+def test_idle_pages_of_who_won_the_race_can_be_had_behind_a_fork() -> None:
+    """The index has another's page where the fork has its own, and behind it one that the fork holds."""
+    cache = make_cache(6, index_at="finish", forks=True)
+    winner, loser = cache.admit([1, 2, 3]), cache.admit([1, 2, 3, 4, 5])
+    cache.finish(winner, 2)
+    fork = cache.fork(loser, 4, label=b"cfg")
+    cache.finish(loser, 4)
+    assert (2, 1) == (cache.stats().pages_free, cache.stats().pages_cached)
+    other = cache.admit([9] * 6)
+    assert 3 == len(other.pages)
+    cache.check_invariants()
+    cache.abort(other)
+    cache.finish(fork, 4)
+    assert 6 == cache.stats().pages_free
+
+
 def test_a_fork_of_new_weights_matches_nothing_either() -> None:
     """Its content is of the weights that the first one began with."""
     cache = make_cache(16, forks=True)
