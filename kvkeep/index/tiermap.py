@@ -63,8 +63,9 @@ class TierMap:
         rest = pages[:-SCALAR_PAGES_MAX]
         if not rest:
             return None
-        here = np.flatnonzero(run_of.take(as_index(rest)) != None)  # noqa: E711 (elementwise)
-        return run_of[rest[here[-1]]] if len(here) else None
+        runs = run_of.take(as_index(rest))
+        here = runs[runs != None]  # noqa: E711 (elementwise)
+        return here[-1] if len(here) else None
 
     def fit(self) -> None:
         """Has a place for every id of the ledger: there may be more slots than there were."""
