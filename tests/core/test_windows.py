@@ -11,6 +11,7 @@ from kvkeep.cache import TieredCache
 from kvkeep.errors import BadInput, CannotSuspend, NotReady, OutOfPages
 from kvkeep.index.media import MediaItem
 from kvkeep.lease import Lease
+from kvkeep.tiers.ledger import State
 from tests.core.test_cache_cases import make_cache, matched, run_through
 from tests.sim.rig import Rig
 
@@ -173,6 +174,22 @@ def test_pages_behind_those_of_two_windows_can_be_had() -> None:
     assert 2 == matched(cache, [*LONG, 99])
 
 
+def test_room_is_found_behind_any_of_several_windows() -> None:
+    """The first one has nothing that others could have."""
+    cache = make_cache(16)
+    alone = windowed(cache, list(range(50, 63)), 2)
+    cache.release_oldest(alone, 4)
+    run_through(cache, LONG)
+    lease = windowed(cache, [*LONG, 14], 2)
+    cache.release_oldest(lease, 2)
+    assert 2 == cache.stats().pages_cached
+    other = cache.admit([9] * 2 * (cache.stats().pages_free + 2))
+    cache.check_invariants()
+    assert 0 == cache.stats().pages_cached
+    for live in (alone, lease, other):
+        cache.abort(live)
+
+
 def test_two_tiers_find_room_behind_a_window_too() -> None:
     """And what has a copy in host memory is found there afterwards."""
     rig = Rig(pages=8, tier_pages=16)
@@ -247,7 +264,7 @@ def test_a_closed_chain_grows_seals_and_rolls_back_what_is_not_sealed() -> None:
     assert (13, 3) == (lease.length, len(lease.pages))
     cache.extend(lease, [24, 25])
     cache.seal(lease, 14)
-    assert 7 == lease.sealed
+    assert (7, State.READY) == (lease.sealed, cache._ledger.state(lease.pages[2]))
     with pytest.raises(BadInput, match="truncate to 13 tokens: the first 14 of Lease 0 stay as they are"):
         cache.truncate(lease, 13)
     cache.truncate(lease, 14)

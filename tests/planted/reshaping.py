@@ -40,13 +40,6 @@ BUGS: tuple[Bug, ...] = (
         (WINDOWS + "test_only_what_the_protected_tokens_fill_is_stored",),
     ),
     Bug(
-        "window-names-what-is-behind-a-released-page",
-        STORING,
-        "if last <= first or lease.closed:",
-        "if last <= first:",
-        (WINDOWS + "test_what_is_computed_behind_a_released_page_is_never_stored",),
-    ),
-    Bug(
         "window-keeps-token-ids-behind-a-released-page",
         CACHE,
         'lease.tokens += ids.data if not lease.closed else b""',
@@ -164,7 +157,7 @@ BUGS: tuple[Bug, ...] = (
         ROOM,
         "for lease in [lease for lease in self._leases.values() if lease.closed]:",
         "for lease in [lease for lease in self._leases.values() if lease.closed][:1]:",
-        (WINDOWS + "test_pages_behind_those_of_two_windows_can_be_had",),
+        (WINDOWS + "test_room_is_found_behind_any_of_several_windows",),
     ),
     Bug(
         "fork-holds-pages-behind-those-of-another",
