@@ -21,15 +21,13 @@ from kvkeep.ghosts import Ghosts, GhostStats
 from kvkeep.index.check import check_tree
 from kvkeep.index.eviction import EvictionOrder, Tier
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import NO_MEDIA, MediaItem, Placed, check_ends, place_media
+from kvkeep.index.media import MediaItem, check_ends
 from kvkeep.index.names import (
     TOKEN_NBYTES,
     Fingerprint,
     Hash64,
     Identities,
-    Int32s,
     TokenIds,
-    as_int32,
     as_token_ids,
     fingerprint_bytes,
     frame,
@@ -114,7 +112,7 @@ class TieredCache:
         self._counting = Counting()
         self._admission = Admission(
             self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
-            self._counting, misses, self._order_behind, self._end,
+            self._counting, misses, self._order_behind, self._end, self._release,
         )  # fmt: skip
         self._outputs: Outputs | None = None
 
@@ -132,7 +130,6 @@ class TieredCache:
         store: bool = True,
         reserve: bool = True,
         pages_max: int | None = None,
-        instead_of: Lease | None = None,
     ) -> Lease:
         """Matches a prompt, pins what matched and reserves pages to the end of the prompt: all, or nothing.
 
@@ -141,19 +138,15 @@ class TieredCache:
         reuse, store: opt out of taking pages from the cache, or of leaving pages in it.
         reserve: False: the lease is what matched; `extend` appends the rest, and takes its pages, as it comes.
         pages_max: so many pages match at most; never more than `(len(tokens) - 1) // page_size`: one token is computed.
-        instead_of: a live lease of the same prompt, which ends first; together they are counted as one admission.
 
         Raises `OutOfPages`, or `BadInput` for input that could never be admitted.
         """
-        ids, placed, limit = self._prompt(tokens, media, pages_max if reuse else 0)
+        ids, placed, limit = self._admission.prompt(tokens, media, pages_max if reuse else 0)
         with self._lock:
-            if instead_of is not None:
-                self._check_live(instead_of)
-                self._end(instead_of)
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, placed, None if instead_of else reuse, reserve=reserve)
+            lease = self._admission.open(identity, ids, limit, placed, reuse, reserve=reserve)
             lease.store = store
-            self._counting.admitted(lease, instead_of)
+            self._counting.admitted(lease)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
         return lease
@@ -162,10 +155,22 @@ class TieredCache:
         self, tokens: TokenIds, salt: bytes, adapter: bytes, label: bytes, media: Sequence[MediaItem], reuse: bool
     ) -> Look:
         """What `admit` would take from the cache now, and whether it would find room; nothing is held or changed."""
-        ids, placed, limit = self._prompt(tokens, media, None if reuse else 0)
+        ids, placed, limit = self._admission.prompt(tokens, media, None if reuse else 0)
         with self._lock:
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
             return self._admission.look(identity, ids, limit, placed)
+
+    def shorten(self, lease: Lease, pages: int) -> None:
+        """Gives back what matched behind the first `pages` pages: the lease computes it itself, on other pages.
+
+        For a lease that waits for nothing and has computed nothing yet; it may have to wait again afterwards, for room.
+        Raises `OutOfPages` and changes nothing.
+        """
+        with self._lock:
+            self._check_live(lease)
+            self._admission.shorten(lease, pages)
+        if self.transfers is not None:
+            self.transfers.start()
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
         """Appends token ids that were sampled, and makes sure that pages exist for them and `room` positions more.
@@ -469,15 +474,6 @@ class TieredCache:
             check_owners(self._ledger, self._host, self._leases.values(), self._traffic)
 
     # ------------------------------------------------------------------ checks and small things
-
-    def _prompt(self, tokens: TokenIds, media: Sequence[MediaItem], most: int | None) -> tuple[Int32s, Placed, int]:
-        """A prompt's ids, its media on pages, and how many pages it may take from the cache."""
-        ids = as_int32(tokens)
-        if not len(ids):
-            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-        limit = (len(ids) - 1) // self._page_size
-        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
-        return ids, placed, limit if most is None else min(limit, most)
 
     def _name_full_pages(self, lease: Lease, kv_len: int) -> list[int]:
         """Notes `kv_len`; names the pages that it fills and that are not sealed yet, outside the lock.
