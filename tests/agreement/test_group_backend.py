@@ -56,22 +56,27 @@ def test_a_dead_rank_ends_the_backend_once_nothing_moves_any_more() -> None:
 
 def test_a_backend_that_dies_when_a_copy_begins_frees_no_page_of_others() -> None:
     """The leader's copies have ended, and those of a follower go on: their pages are theirs until it says so."""
-    inner = SimulatedBackend(page_nbytes=16, when=When.EARLY)
-    backend = GroupBackend(inner, 2)
+
+    class Dying(SimulatedBackend):
+        def launch(self, job: Job) -> None:
+            """The second copy finds that the device is gone."""
+            if self.jobs:
+                self.die("cable cut")
+            super().launch(job)
+
+    backend = GroupBackend(Dying(page_nbytes=16, when=When.EARLY), 2)
     manager = TransferManager(backend, bytes_in_flight_max=1 << 10, queue_pages_max=10, deadline_s=1e9)
     jobs = []
     for page in range(2):
         jobs.append(manager.submit(plan("demote", [page], [page]), after=NO_WAIT))
-        manager.start()
-        inner.die("cable cut")
-    assert jobs == backend.take() and [] == manager.poll() == manager.poll()
+        assert [] == manager.poll()
+    assert jobs == backend.take() and [] == manager.poll()
     for job in jobs:
         assert job is not None
         backend.hear(1, [wire.Report(job.number, None, 1)], None)
         done = manager.poll()
         assert [(job, "rank 0: cable cut")] == [(one.job, one.error) for one in done]
     late = manager.submit(plan("demote", [2], [2]), after=NO_WAIT)
-    manager.start()
     assert [late] == [one.job for one in manager.poll()] and "rank 0: cable cut" == manager.dead
 
 

@@ -23,7 +23,7 @@ BUGS: tuple[Bug, ...] = (
     # The cache: the life of a request.
     Bug(
         "cache-matches-the-whole-prompt",
-        CACHE,
+        ADMISSION,
         "limit = (len(ids) - 1) // self._page_size",
         "limit = len(ids) // self._page_size",
         (CASES + "test_one_token_of_a_prompt_is_left_to_compute",),
