@@ -3,6 +3,7 @@
 Must not know what becomes of a lease afterwards.  Its callers hold the cache's lock.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -31,16 +32,43 @@ from kvkeep.traffic import Suspended, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What an admission would find: `pages` that match, and why it would be refused, or None."""
+    """What an admission would find.
+
+    pages: those that match, the first `on_gpu` of them on the GPU.   asked: pages that it would take for the rest.
+    short: how many of these could not be had; 0 or less: they could.
+    busy: for each of those on the GPU 1 where somebody else holds it, so that it is no room if it is not matched;
+        empty where there is room even if none is.   in_flight, held, total: as in `OutOfPages`; 0 then.
+    """
 
     pages: int
-    refusal: OutOfPages | None
+    on_gpu: int
+    asked: int
+    short: int
+    in_flight: int = 0
+    held: int = 0
+    total: int = 0
+    busy: bytes = b""
+
+    @property
+    def refusal(self) -> OutOfPages | None:
+        """Why it would be refused; None: it would not."""
+        return self.refusal_at(self.pages)
+
+    def refusal_at(self, pages: int) -> OutOfPages | None:
+        """The same for an admission that takes no more than `pages` of those that match."""
+        kept = min(pages, self.on_gpu)
+        short = self.short + sum(self.busy[kept:])
+        if short <= 0:
+            return None
+        asked = self.asked + self.on_gpu - kept
+        return OutOfPages(asked=asked, short=short, in_flight=self.in_flight, held=self.held, total=self.total)
 
 
 class Admission:
     """Makes the leases of one cache.
 
     leases: the live ones, which it adds to.   order: what `Gate.wait_on` does.   end: ends a lease.
+    release: lets go of pages of one.
     """
 
     def __init__(
@@ -56,6 +84,7 @@ class Admission:
         misses: MissLedger | None,
         order: Callable[[Lease, object], None],
         end: Callable[[Lease], None],
+        release: Callable[[Lease, "array[int]"], None],
     ) -> None:
         self._tree = tree
         self._ledger = ledger
@@ -68,7 +97,21 @@ class Admission:
         self._misses = misses
         self._order = order
         self._end = end
+        self._release = release
         self.numbers = count()
+
+    def prompt(
+        self, tokens: TokenIds, media: Sequence[MediaItem], most: int | None
+    ) -> tuple[Int32s, Placed, int]:  # fmt: skip
+        """A prompt's ids, its media on pages, and how many pages it may take from the cache.  Needs no lock."""
+        ids = as_int32(tokens)
+        if not len(ids):
+            raise BadInput("a prompt of 0 tokens: at least 1 is needed")
+        if most is not None and most < 0:
+            raise BadInput(f"pages_max {most}: it must be 0 or more")
+        limit = (len(ids) - 1) // self._page_size
+        placed = place_media(media, self._page_size, len(ids)) if media else NO_MEDIA
+        return ids, placed, limit if most is None else min(limit, most)
 
     def open(
         self,
@@ -143,12 +186,37 @@ class Admission:
         (pages, below, _), *_ = self._match(identity, ids.data.cast("B"), limit, media.by_page)
         if below and self._traffic is not None and not self._traffic.takes_load(len(below)):
             below = below[:0]
-        take = reserve - len(pages)
-        short, idle = take - self._ledger.free, self._ledger.idle
-        if short > idle - len(pages):  # it depends on how many of the idle ones are those that match
-            idle -= sum(map(self._ledger.is_idle, pages))
-        refusal = self._room.out_of_pages(take, short - idle) if 0 < short > idle else None
-        return Look(len(pages) + len(below), refusal)
+        asked, on_gpu = reserve - len(pages), len(pages)
+        short = asked - self._ledger.free - self._ledger.idle
+        if short + on_gpu <= 0:
+            return Look(on_gpu + len(below), on_gpu, asked, short)
+        busy = bytes(not self._ledger.is_idle(page) for page in pages)
+        short += on_gpu - sum(busy)  # the idle ones that match are no room
+        numbers = self._room.out_of_pages(asked, short)
+        return Look(
+            on_gpu + len(below), on_gpu, asked, short, numbers.in_flight, numbers.held, numbers.total, busy
+        )  # fmt: skip
+
+    def shorten(self, lease: Lease, pages: int) -> None:
+        """The lease computes its matched pages from `pages` on itself, on other ones that it gets for them.
+
+        Raises `OutOfPages`, with nothing changed, and what `Lease.check_shorten` does.
+        """
+        lease.check_shorten(pages, self._page_size)
+        gone = lease.pages[pages : lease.base]
+        room = self._ledger.free + self._ledger.idle + sum(self._ledger.holders(page) == 1 for page in gone)
+        if len(gone) > room:
+            self._counting.refusals += 1
+            raise self._room.out_of_pages(len(gone), len(gone) - room)
+        taken = (lease.taken_len, lease.loaded_len)
+        self._storing.shorten(lease, pages)  # before the pages that say what its tokens are may leave
+        self._release(lease, gone)
+        drains = Drains(len(gone))
+        lease.pages[pages : pages + len(gone)] = self._room.take(len(gone), lease.number, drains)
+        if self._traffic is not None:
+            for copy in drains.copies:
+                self._traffic.copies.wait(lease, copy)
+        self._counting.shortened(lease, *taken)
 
     def _pages_of(self, length: int) -> int:
         """Pages of a prompt; `BadInput` when it could never be admitted."""
@@ -215,18 +283,6 @@ class Admission:
         lease.holes = whole_holes([(i * size, min((i + 1) * size, kv_len)) for i in gone], ticket.media.units)
         lease.kv_len = kv_len
         return lease
-
-
-def read_prompt(
-    tokens: TokenIds, media: Sequence[MediaItem], page_size: int, most: int | None
-) -> tuple[Int32s, Placed, int]:
-    """A prompt's ids, its media on pages, and how many pages it may take from the cache, `most` at most."""
-    ids = as_int32(tokens)
-    if not len(ids):
-        raise BadInput("a prompt of 0 tokens: at least 1 is needed")
-    limit = (len(ids) - 1) // page_size
-    placed = place_media(media, page_size, len(ids)) if media else NO_MEDIA
-    return ids, placed, limit if most is None else min(limit, most)
 
 
 def _storable(limit: int, media: Placed) -> int:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from threading import Lock
 
-from kvkeep.admission import Admission, Look, read_prompt
+from kvkeep.admission import Admission, Look
 from kvkeep.audit import check_owners
 from kvkeep.config import CacheConfig
 from kvkeep.costs import Costs
@@ -112,11 +112,10 @@ class TieredCache:
         self._counting = Counting()
         self._admission = Admission(
             self._tree, self._ledger, self._room, self._storing, self._traffic, self._leases, config.page_size,
-            self._counting, misses, self._order_behind, self._end,
+            self._counting, misses, self._order_behind, self._end, self._release,
         )  # fmt: skip
-        self._reshaping = Reshaping(
-            self._ledger, pool, self._room, self._storing, self._leases, config.page_size, self._counting, self._release
-        )
+        parts = (self._ledger, pool, self._room, self._storing, self._leases)
+        self._reshaping = Reshaping(*parts, config.page_size, self._counting, self._release)
         self._outputs: Outputs | None = None
 
     # ------------------------------------------------------------------ the life of a request
@@ -133,7 +132,6 @@ class TieredCache:
         store: bool = True,
         reserve: bool = True,
         pages_max: int | None = None,
-        instead_of: Lease | None = None,
     ) -> Lease:
         """Matches a prompt, pins what matched and reserves pages to the end of the prompt: all, or nothing.
 
@@ -142,19 +140,15 @@ class TieredCache:
         reuse, store: opt out of taking pages from the cache, or of leaving pages in it.
         reserve: False: the lease is what matched; `extend` appends the rest, and takes its pages, as it comes.
         pages_max: so many pages match at most; never more than `(len(tokens) - 1) // page_size`: one token is computed.
-        instead_of: a live lease of the same prompt, which ends first; together they are counted as one admission.
 
         Raises `OutOfPages`, or `BadInput` for input that could never be admitted.
         """
-        ids, placed, limit = read_prompt(tokens, media, self._page_size, pages_max if reuse else 0)
+        ids, placed, limit = self._admission.prompt(tokens, media, pages_max if reuse else 0)
         with self._lock:
-            if instead_of is not None:
-                self._check_live(instead_of)
-                self._end(instead_of)
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
-            lease = self._admission.open(identity, ids, limit, placed, None if instead_of else reuse, reserve=reserve)
+            lease = self._admission.open(identity, ids, limit, placed, reuse, reserve=reserve)
             lease.store = store
-            self._counting.admitted(lease, instead_of)
+            self._counting.admitted(lease)
         if self.transfers is not None and lease.copies:
             self.transfers.start()
         return lease
@@ -163,10 +157,21 @@ class TieredCache:
         self, tokens: TokenIds, salt: bytes, adapter: bytes, label: bytes, media: Sequence[MediaItem], reuse: bool
     ) -> Look:
         """What `admit` would take from the cache now, and whether it would find room; nothing is held or changed."""
-        ids, placed, limit = read_prompt(tokens, media, self._page_size, None if reuse else 0)
+        ids, placed, limit = self._admission.prompt(tokens, media, None if reuse else 0)
         with self._lock:
             identity = self._identities.get(self._fingerprint, salt, adapter, label)
             return self._admission.look(identity, ids, limit, placed)
+
+    def shorten(self, lease: Lease, pages: int) -> None:
+        """Gives back what matched behind the first `pages` pages: the lease computes it itself, on other pages.
+
+        For a lease that waits for nothing and has no KV of its own.  It may have to wait for room; or `OutOfPages`.
+        """
+        with self._lock:
+            self._check_live(lease)
+            self._admission.shorten(lease, pages)
+        if self.transfers is not None:
+            self.transfers.start()
 
     def extend(self, lease: Lease, tokens: TokenIds = (), room: int = 0) -> None:
         """Appends token ids that were sampled, and makes sure that pages exist for them and `room` positions more.
@@ -378,8 +383,7 @@ class TieredCache:
         self._costs.prefilled(tokens, seconds)
 
     def _order_behind(self, lease: Lease, stream: object) -> None:
-        """See `Gate.wait_on`."""
-        if self._traffic is not None:
+        if self._traffic is not None:  # see `Gate.wait_on`
             with self._lock:
                 self._traffic.copies.order(lease, stream)
                 self._counting.copies_ended()

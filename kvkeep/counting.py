@@ -65,22 +65,26 @@ class Counting:
         self._gated: list[_Gated] = []
         self._clock = clock
 
-    def admitted(self, lease: Lease, instead_of: Lease | None = None) -> None:
-        """A prompt was admitted; or again, with what may be another match, in place of a lease that was counted."""
-        if instead_of is None:
-            self._admissions += 1
-            self._prompt_tokens += lease.prompt_len
-        else:
-            self._matched_tokens -= instead_of.taken_len
-            self._matched_host_tokens -= instead_of.loaded_len
-            brought = gpu_len(lease) - gpu_len(instead_of)  # by the load of the other one
-            self._matched_host_tokens += max(0, brought)
+    def admitted(self, lease: Lease) -> None:
+        """A prompt was admitted."""
+        self._admissions += 1
+        self._prompt_tokens += lease.prompt_len
         self._matched_tokens += lease.taken_len
         self._matched_host_tokens += lease.loaded_len
         if lease.copies:
             self._gated.append(_Gated(lease, self._clock()))
-        elif instead_of is None:
+        else:
             self._gate.none()
+
+    def shortened(self, lease: Lease, taken_len: int, loaded_len: int) -> None:
+        """A lease has given back some of what was counted when it was admitted; it may wait again.
+
+        taken_len, loaded_len: what it had before.
+        """
+        self._matched_tokens -= taken_len - lease.taken_len
+        self._matched_host_tokens -= loaded_len - lease.loaded_len
+        if lease.copies:
+            self._gated.append(_Gated(lease, self._clock()))
 
     def copies_ended(self) -> None:
         """Copies are over: those who waited for nothing else have waited until now."""
@@ -146,11 +150,6 @@ class Counting:
             host_pages_free=host.ledger.free if host is not None else 0,
             host_pages_cached=host.ledger.idle if host is not None else 0,
         )
-
-
-def gpu_len(lease: Lease) -> int:
-    """Positions that an admission found on the GPU."""
-    return lease.taken_len - lease.loaded_len
 
 
 def waits_for_room(lease: Lease) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvkeep.errors import BadInput, InvariantViolation, NotReady
 from kvkeep.index.hints import Hint
-from kvkeep.index.media import NO_MEDIA, Placed, check_ends, chunk_end
+from kvkeep.index.media import NO_MEDIA, Placed, check_ends, chunk_end, cut_before_split_item
 from kvkeep.index.names import TOKEN_NBYTES, Identity
 from kvkeep.index.uses import Began, Use
 
@@ -197,6 +197,16 @@ class Lease:
         self.holes = []  # they are behind it
         self.taken_len = self.kv_len = depth * (page_nbytes // TOKEN_NBYTES)
         self.unread = True
+
+    def check_shorten(self, pages: int, page_size: int) -> None:
+        """Raises `BadInput` or `NotReady` when it cannot go back to the first `pages` pages that matched."""
+        if self.read_in_progress:
+            raise NotReady(f"{self} cannot be shortened: copies of its pages are running")
+        if self.names or self.kv_len > self.base * page_size:
+            raise BadInput(f"{self} cannot be shortened: it has KV of its own already")
+        if not 0 <= pages <= self.base or pages != cut_before_split_item(pages, page_size, self.media.by_page):
+            inside = "and not inside an item whose attention is not causal"
+            raise BadInput(f"{self} shortened to {pages} pages: it must be 0 to {self.base}, {inside}")
 
     def check_kv_len(self, kv_len: int, page_size: int) -> None:
         """Raises `BadInput` or `NotReady` when `kv_len` positions cannot hold committed KV."""

@@ -137,6 +137,19 @@ class Storing:
         if self._uses is not None and lease.use is not None:
             self._uses.hint(lease.use, hint)
 
+    def shorten(self, lease: Lease, depth: int) -> None:
+        """Takes the lease back to the first `depth` pages that it matched; the ids of the others come from the tree."""
+        gone, before = lease.pages[depth : lease.base], lease.pages[depth - 1] if depth else None
+        raw, name = bytes(len(gone) * self._page_nbytes), lease.identity.name
+        if lease.epoch == self.epoch:  # otherwise they are forgotten, and it stores nothing any more
+            raw = b"".join(self._tree.page_content(page)[0] for page in gone)
+            name = name if before is None else self._tree.page_content(before)[1]
+        found_len = lease.taken_len - lease.loaded_len
+        lease.shorten(depth, name, raw, self._page_nbytes)
+        lease.path = None if before is None else self.page_id(before)
+        lease.loaded_len = max(0, lease.taken_len - found_len)
+        lease.unread = False  # whoever asks for it knows
+
     def rewind(self, lease: Lease, full: int, length: int) -> None:
         """Takes names, token ids and the path back to `full` pages and `length` tokens."""
         place = self.place(lease) if lease.epoch == self.epoch else None

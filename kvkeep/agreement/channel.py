@@ -71,8 +71,8 @@ class Channel:
         """What every rank says, by rank.
 
         digest: 64 bits of what must be equal on all of them.   body: what this rank says, of any length.
-        Raises `RankLost` when a rank does not answer within the transport's deadline, and for ever after;
-        `InvariantViolation` when ranks are not in the same step.
+        Raises `RankLost` when a rank does not answer within the deadline; `InvariantViolation` when ranks are
+        not in the same step.  Whatever has been raised, it is `RankLost` for ever after.
         """
         if self._broken is not None:
             raise RankLost(f"the group has ended before: {self._broken}")
@@ -87,8 +87,8 @@ class Channel:
             if longest > BLOCK_NBYTES:
                 rest = self._transport.gather(message[BLOCK_NBYTES:].ljust(longest - BLOCK_NBYTES, b"\0"))
                 blocks = [first + more for first, more in zip(blocks, rest, strict=True)]
-        except (RankLost, InvariantViolation) as error:
-            self._broken = str(error)
+        except BaseException as error:  # also one of the interpreter: half an exchange cannot be gone on with
+            self._broken = str(error) or type(error).__name__
             raise
         return [block[_HEAD.size : _HEAD.size + head[0]] for block, head in zip(blocks, heads, strict=True)]
 

@@ -2,13 +2,16 @@
 
 Must not know what is in them.  torch is loaded when a group is joined, and by nobody else in this package.
 
-Each group gets a process group of its own, so that its timeout is this deadline and nobody else's operations wait in
-its queue.  gloo is right for GPUs as well: what is decided here is decided on the host, and gloo waits there, without
-the interpreter's lock, for as long as it is told and no longer.
+Each group is one of its own, so that its timeout is this deadline and nobody else's operations wait in its queue; and
+it is made from the world's store only, so that it does not matter how many process groups a rank is in besides.  gloo
+is right for GPUs as well: what is decided here is decided on the host, and gloo waits there, without the interpreter's
+lock, for as long as it is told and no longer.
 """
 
+import threading
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,14 +66,15 @@ class Distributed:
         self._deadline_s = deadline_s
         self._rank, self._size = members.index(me), len(members)
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        timeout_s = deadline_s * NCCL_DEADLINES if backend == "nccl" else deadline_s
-        try:
-            self._group: Any = dist.new_group(
-                members, timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
-            )
-        except RuntimeError as error:
-            raise RankLost(f"the {len(members)} ranks of the group did not all come: {_first_line(error)}") from error
         self._first = self._buffers(BLOCK_NBYTES)
+        self._group: Any = None
+        try:
+            store = self._in_time(lambda: self._meet(members))
+            self._group = self._in_time(lambda: self._connect(store, backend))
+            self.gather(bytes(BLOCK_NBYTES))  # all are there
+        except (RuntimeError, RankLost) as error:
+            self.close()
+            raise RankLost(f"the {len(members)} ranks of the group did not all come: {_first_line(error)}") from error
 
     @property
     def rank(self) -> int:
@@ -84,16 +88,15 @@ class Distributed:
 
     def gather(self, block: bytes) -> list[bytes]:
         """See `Transport`."""
-        import torch.distributed as dist
-
+        if self._group is None:
+            raise RankLost(f"rank {self._rank} of {self._size} has left the group")
         mine, theirs = self._first if len(block) == BLOCK_NBYTES else self._buffers(len(block))
         host = mine if self._device.type == "cpu" else mine.cpu()
         host.numpy()[:] = np.frombuffer(block, dtype=np.uint8)
         if host is not mine:
             mine.copy_(host)
         try:
-            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
-            self._wait(work)
+            self._wait(self._group.allgather([theirs], [mine]))
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self._rank} of {self._size} has no answer from all others, within {self._deadline_s:g} s: "
@@ -103,11 +106,65 @@ class Distributed:
 
     def close(self) -> None:
         """Leaves the process group."""
+        group, self._group = self._group, None
+        if group is not None and self._device.type == "cuda":
+            group.shutdown()
+
+    # ------------------------------------------------------------------ inside
+
+    def _meet(self, members: list[int]) -> Any:
+        """Where the members find each other: a part of the world's store that no group has used.
+
+        The first one names it, anew for each group and each try, and each of the others takes the name that it finds.
+        Raises RuntimeError when one of them has not come by the deadline.
+        """
+        import torch.distributed
+
+        dist: Any = torch.distributed  # not all of it is said to be exported
+        store = dist.distributed_c10d._get_default_store()
+        group, name = f"kvkeep agreement {members}", uuid.uuid4().hex
+        for rank in range(1, self._size) if not self._rank else ():
+            store.set(f"{group} {rank}", name)
+        if self._rank:
+            key = f"{group} {self._rank}"
+            store.wait([key], timedelta(seconds=self._deadline_s))
+            name = store.get(key).decode()
+            store.delete_key(key)
+        ours = dist.PrefixStore(name, store)
+        ours.set(f"here {self._rank}", "1")
+        ours.wait([f"here {rank}" for rank in range(self._size)], timedelta(seconds=self._deadline_s))
+        return ours
+
+    def _connect(self, store: Any, backend: BackendName) -> Any:
+        import torch
         import torch.distributed as dist
 
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(store, self._rank, self._size, timedelta(seconds=self._deadline_s))
+        torch.cuda.set_device(self._device)  # of this thread
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self._deadline_s * NCCL_DEADLINES)
+        return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+
+    def _in_time(self, do: Callable[[], Any]) -> Any:
+        """What `do` gives or raises; RuntimeError at the deadline: the world's store has none where its host hangs."""
+        found: list[Any] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                found.append(do())
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="kvkeep-join", daemon=True)
+        thread.start()
+        thread.join(self._deadline_s + GRACE_S)
+        if errors:
+            raise errors[0]
+        if not found:
+            raise RuntimeError("the store that all ranks meet at does not answer")
+        return found[0]
 
     def _wait(self, work: Any) -> None:
         """Until it is over; RuntimeError at the deadline."""

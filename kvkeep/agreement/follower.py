@@ -32,7 +32,7 @@ class Follower:
 
     def __init__(self, page_size: int, pages: int, backend: Backend | None = None, host_pages: int = 0) -> None:
         self.cache: TieredCache | None = None
-        self.always_polls = True
+        self.always_polls = backend is not None
         self.page_size = check_int("page_size", page_size, at_least=1)
         self._pages = check_int("pages", pages, at_least=1)
         self._host_pages = check_int("host_pages", host_pages, at_least=0)
@@ -42,10 +42,11 @@ class Follower:
         self._after: After = NO_WAIT
         self._death: str | None = None
 
-    @property
-    def settings(self) -> Mapping[str, Setting]:
+    def settings(self, rank: int, size: int) -> Mapping[str, Setting]:
         """See `Mechanism`."""
-        return leader_settings(self._pages, self._host_pages, self._backend)
+        if size == 1:
+            raise BadInput("a follower in a group of 1 rank: it must have a leader, which is rank 0")
+        return leader_settings(0 if rank else None, size, self._pages, self._host_pages, self._backend)
 
     # ------------------------------------------------------------------ what is decided
 

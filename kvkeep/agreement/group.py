@@ -7,7 +7,7 @@ Every rank makes the same calls in the same order with the same arguments, as ra
     admit     one exchange: all have the lease, or all raise `OutOfPages`; nobody has begun to load before it
     poll      one exchange: which requests may run, on all ranks or on none; one that failed somewhere is revoked on all
     extend    one exchange where pages are needed, about every `page_size` tokens: all have them, or all raise
-    seal, finish, abort, fence    no exchange
+    seal, truncate, finish, abort, fence    no exchange
 """
 
 from array import array
@@ -15,11 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from kvkeep import __version__
 from kvkeep.agreement.channel import Channel
-from kvkeep.agreement.settings import Setting, agree_settings
+from kvkeep.agreement.settings import Setting, agree_rules
 from kvkeep.cache import TieredCache
 from kvkeep.errors import BadInput, InvariantViolation, LeaseRevoked, NotReady, OutOfPages
 from kvkeep.index.hints import Hint
@@ -76,7 +74,7 @@ class GroupLease:
         self.table = array("i")
         self.matched = 0
         self.sealed = 0
-        self.request: Request | None = request  # until it is ready: it may have to be admitted with less
+        self.request: Request | None = request  # while it is admitted
         self.units = place_media(request.media, page_size, self.length).units if request.media else ()
 
     @property
@@ -123,15 +121,17 @@ class Mechanism(Protocol):
     def cache(self) -> TieredCache | None:
         """See above."""
 
-    @property
-    def settings(self) -> Mapping[str, Setting]:
-        """What must be equal on all ranks, by name."""
+    def settings(self, rank: int, size: int) -> Mapping[str, Setting]:
+        """What must be equal on all ranks, by name; this one is `rank` of `size`."""
 
     def offer(self, lease: GroupLease) -> bytes:
         """Before an admission."""
 
     def open(self, lease: GroupLease, said: Sequence[bytes]) -> None:
-        """Raises `OutOfPages`, or another `KvkeepError`, on every rank alike; or each has the lease."""
+        """Raises `OutOfPages`, or another `KvkeepError`, on every rank alike; or each has the lease.
+
+        The request is the caller's memory: it is not looked at afterwards.
+        """
 
     def report(self, waiting: Sequence[GroupLease], stream: object) -> bytes:
         """What has become of those who wait."""
@@ -183,8 +183,9 @@ class Group:
         fingerprint: Fingerprint | bytes,
         settings: Mapping[str, Setting] | None = None,
     ) -> None:
-        own = {**how.settings, "page_size": how.page_size, "fingerprint": fingerprint, "release": __version__}
-        self.agreed = agree_settings(channel, {**own, **(settings or {})})
+        own = {"page_size": how.page_size, "fingerprint": fingerprint, "release": __version__}
+        parts = (how.settings(channel.rank, channel.size), own, settings or {})
+        self.agreed = agree_rules(channel, [("same", part) for part in parts])
         self.stats = GroupStats()
         self._channel = channel
         self._how = how
@@ -221,8 +222,7 @@ class Group:
         Raises `OutOfPages` on all ranks when one has no room, with nothing held or evicted anywhere; `BadInput`;
         `RankLost`; `InvariantViolation` when other ranks were asked something else.
         """
-        ids = np.array(as_int32(tokens), dtype=np.int32)  # of its own: it may have to be admitted again
-        request = Request(ids, salt, adapter, label, tuple(media), reuse, store)
+        request = Request(as_int32(tokens), salt, adapter, label, tuple(media), reuse, store)
         digest = request.digest
         lease = GroupLease(self._numbers, request, self._page_size)
         offer = self._how.offer(lease)
@@ -233,6 +233,8 @@ class Group:
             self.stats.refusals += isinstance(error, OutOfPages)
             self._end(lease)
             raise
+        finally:
+            lease.request = None
         self._numbers += 1
         self.stats.admissions += 1
         self._leases[lease.number] = self._waiting[lease.number] = lease
@@ -253,7 +255,6 @@ class Group:
         over = [lease for lease in waiting if lease.ready or lease.revoked]
         for lease in over:
             del self._waiting[lease.number]
-            lease.request = None
             if lease.revoked:
                 self.stats.revocations += 1
                 self._end(lease)
@@ -291,14 +292,27 @@ class Group:
 
     def seal(self, lease: GroupLease, kv_len: int) -> None:
         """Says that the first `kv_len` positions hold committed KV on every rank; see `TieredCache.seal`."""
-        self._check_kv_len(lease, kv_len)
+        self._check_position(lease, "kv_len", kv_len)
         if lease.local is not None and self._how.cache is not None:
             self._how.cache.seal(lease.local, kv_len)
         lease.sealed = kv_len // self._page_size
 
+    def truncate(self, lease: GroupLease, length: int) -> None:
+        """Rolls the lease back to its first `length` tokens, on every rank; no sealed page of it is given back.
+
+        See `TieredCache.truncate`.   Raises `BadInput` below what is sealed, and inside an item that is not causal.
+        """
+        self._check_position(lease, "truncate to", length)
+        pages = -(-length // self._page_size)
+        if lease.local is not None and self._how.cache is not None:
+            self._how.cache.truncate(lease.local, length)
+        del lease.table[pages:]
+        lease.length, lease.page_count = length, pages
+        lease.units = tuple(unit for unit in lease.units if unit[1] <= length)
+
     def finish(self, lease: GroupLease, kv_len: int, hint: Hint | None = None) -> None:
         """Ends a request; its full pages stay.  See `TieredCache.finish`."""
-        self._check_kv_len(lease, kv_len)
+        self._check_position(lease, "kv_len", kv_len)
         if lease.local is not None and self._how.cache is not None:
             self._how.cache.finish(lease.local, kv_len, hint)
         self._forget(lease)
@@ -316,20 +330,22 @@ class Group:
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Ends every request and cuts copies short, on this rank; says nothing to others."""
-        for lease in list(self._leases.values()):
-            self._end(lease)
-        self._how.close(timeout_s)
-        self._channel.close()
+        try:
+            for lease in list(self._leases.values()):
+                self._end(lease)
+            self._how.close(timeout_s)
+        finally:
+            self._channel.close()
 
     # ------------------------------------------------------------------ inside
 
-    def _check_kv_len(self, lease: GroupLease, kv_len: int) -> None:
+    def _check_position(self, lease: GroupLease, what: str, position: int) -> None:
         """As the cache does, on ranks without one as well: what is refused is refused on all of them."""
         lease.check_ready()
         sealed_len = lease.sealed * self._page_size
-        if not sealed_len <= kv_len <= lease.length:
-            raise BadInput(f"kv_len {kv_len}: it must be {sealed_len} to {lease.length}, sealed to known")
-        check_ends(lease.units, "kv_len", kv_len)
+        if not sealed_len <= position <= lease.length:
+            raise BadInput(f"{what} {position}: it must be {sealed_len} to {lease.length}, sealed to known")
+        check_ends(lease.units, what, position)
 
     def _end(self, lease: GroupLease) -> None:
         if lease.local is not None and self._how.cache is not None:

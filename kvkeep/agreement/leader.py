@@ -34,7 +34,7 @@ from kvkeep.cache import TieredCache
 from kvkeep.errors import BadInput, KvkeepError, OutOfPages
 from kvkeep.index.names import Int32s
 from kvkeep.lease import Lease
-from kvkeep.transfer.backend import After, Backend, BackendDied, Job, Outcome
+from kvkeep.transfer.backend import After, Backend, BackendDied, Job, Outcome, StillCopying
 
 
 @dataclass(slots=True)
@@ -56,11 +56,13 @@ class GroupBackend:
 
     def __init__(self, inner: Backend, size: int) -> None:
         self._inner = inner
-        self._size = size
+        self.size = size
         self._lock = Lock()  # the manager may be driven by another thread than the group
         self._outbox: list[Job] = []
         self._running: dict[int, _Everywhere] = {}
         self._death: str | None = None
+        self._closed = False  # this rank's own
+        self._left = False
 
     # ------------------------------------------------------------------ the manager's side
 
@@ -74,9 +76,12 @@ class GroupBackend:
         with self._lock:
             if self._death is not None:
                 return  # it stays in flight until `completions` says that nothing is copied any more
-            self._running[job.number] = _Everywhere(job, set(range(self._size)))
+            self._running[job.number] = _Everywhere(job, set(range(self.size)))
             self._outbox.append(job)
-        self._inner.launch(job)
+        try:
+            self._inner.launch(job)
+        except BackendDied as death:  # here nothing moves any more; on other ranks copies may
+            self.died(0, str(death))
 
     def completions(self) -> list[Outcome]:
         """Copies that have ended on every rank."""
@@ -102,18 +107,22 @@ class GroupBackend:
         self._inner.wait(timeout_s)
 
     def close(self, timeout_s: float) -> list[Outcome]:
-        """Ends the copies of this rank; what others had not said by then has failed."""
+        """Ends the copies of this rank; those of others go on, and have their pages until they are over, or `leave`."""
         try:
-            for outcome in self._inner.close(timeout_s):
+            for outcome in self._inner.close(timeout_s) if not self._closed else ():
                 self._ended(0, Report(outcome.job.number, outcome.error, outcome.copy_ns))
+            self._closed = True
         except BackendDied as death:
             self.died(0, str(death))
         with self._lock:
+            late = {rank for entry in self._running.values() for rank in entry.missing}
+            if late and not self._left:
+                raise StillCopying(f"rank {min(late)} has not said that its copies are over")
             over, self._running = list(self._running.values()), {}
             if self._death is not None:
                 raise BackendDied(self._death)
-        late = "the group was closed before every rank had made the copy"
-        return [Outcome(e.job, e.error or (late if e.missing else None), e.copy_ns) for e in over]
+        why = "the group was closed before every rank had made the copy"
+        return [Outcome(e.job, e.error or (why if e.missing else None), e.copy_ns) for e in over]
 
     # ------------------------------------------------------------------ the group's side
 
@@ -122,6 +131,10 @@ class GroupBackend:
         with self._lock:
             out, self._outbox = self._outbox, []
             return out
+
+    def leave(self) -> None:
+        """The group is over: nothing is heard of other ranks any more, and nobody uses what they copy."""
+        self._left = True
 
     def hear(self, rank: int, ended: Sequence[Report], death: str | None) -> None:
         """What a follower says of its copies."""
@@ -158,20 +171,23 @@ class Leader:
     """
 
     def __init__(self, cache: TieredCache, backend: GroupBackend | None = None, host_pages: int = 0) -> None:
-        if cache.transfers is not None and backend is None:
+        if cache.transfers is not None and cache.transfers.backend is not backend:
             raise BadInput("the leader's cache makes copies: its transfers must copy by a GroupBackend, given here")
+        tier_pages = cache.stats().host_pages_total
+        if host_pages < tier_pages:
+            raise BadInput(f"host_pages is {host_pages}: it must be those of the host pool, {tier_pages} or more")
         self.page_size = cache.config.page_size
         self.cache: TieredCache = cache
-        self.always_polls = True
+        self.always_polls = backend is not None
         self._backend = backend
         self._host_pages = host_pages
         self._refused: KvkeepError | None = None
         self._states: list[int] = []
 
-    @property
-    def settings(self) -> Mapping[str, Setting]:
+    def settings(self, rank: int, size: int) -> Mapping[str, Setting]:
         """See `Mechanism`."""
-        return leader_settings(self.cache.pool.pages, self._host_pages, self._backend)
+        copied_on = size if self._backend is None else self._backend.size
+        return leader_settings(rank, copied_on, self.cache.pool.pages, self._host_pages, self._backend)
 
     # ------------------------------------------------------------------ admission
 
@@ -208,9 +224,12 @@ class Leader:
         apply_states(waiting, self._states, self.page_size)
 
     def _state(self, lease: Lease | None) -> int:
-        if lease is None or lease.revoked:
+        if lease is None:
             return GONE
-        return PENDING if lease.read_in_progress else lease.matched_len // self.page_size
+        copying = lease.read_in_progress  # first: another thread may revoke it, and then its copies are over
+        if lease.revoked:
+            return GONE
+        return PENDING if copying else lease.matched_len // self.page_size
 
     # ------------------------------------------------------------------ more pages
 
@@ -240,6 +259,8 @@ class Leader:
 
     def close(self, timeout_s: float) -> None:
         """See `Mechanism`."""
+        if self._backend is not None:
+            self._backend.leave()
         self.cache.close(drain=False, timeout_s=timeout_s)
 
     # ------------------------------------------------------------------ inside
@@ -254,10 +275,16 @@ class Leader:
                 self._backend.hear(rank, *read_reports(Reader(message)))
 
 
-def leader_settings(pages: int, host_pages: int, backend: Backend | None) -> dict[str, Setting]:
-    """What must be equal on the leader and its followers."""
+def leader_settings(
+    leader: int | None, copied_on: int, pages: int, host_pages: int, backend: Backend | None
+) -> dict[str, Setting]:
+    """What must be equal on the leader and its followers.
+
+    leader: which rank leads, as this one has it.   copied_on: on how many ranks copies are made.
+    """
     page_nbytes = backend.page_nbytes if backend is not None else 0
-    return {"mechanism": "leader", "pages": pages, "host_pages": host_pages, "page_nbytes": page_nbytes}
+    roles: dict[str, Setting] = {"mechanism": "leader", "leader": leader, "copied_on": copied_on}
+    return roles | {"pages": pages, "host_pages": host_pages, "page_nbytes": page_nbytes}
 
 
 def decision(error: KvkeepError | None) -> bytes:

@@ -2,33 +2,30 @@
 
 Must not know what carries what ranks say.
 
-    admit     each says how much of the prompt it has, and whether it has room; the least of it is taken by all
+    admit     each says how much of the prompt it has, and for which lengths it has room; the least is taken by all
     poll      each says what it has in the end: where a load has failed on one, the others give back what is behind it
 
 Ranks need not be in the same state: caches may hold other things, copies end at other times.  What differs is
 answered by computing more, never by a rank that goes on with more than another.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
 
-from kvkeep.agreement.group import GroupLease, Request
+from kvkeep.agreement.group import GroupLease
 from kvkeep.agreement.settings import Setting
-from kvkeep.agreement.wire import GONE, PENDING, Reader, ids, read_refusal, refusal
+from kvkeep.agreement.wire import GONE, PENDING, Reader, ids, look, read_look, read_refusal, refusal
 from kvkeep.cache import TieredCache
-from kvkeep.errors import LeaseRevoked, OutOfPages
+from kvkeep.errors import OutOfPages
 from kvkeep.index.names import Int32s
 from kvkeep.lease import Lease
 from kvkeep.transfer.backend import After
-
-_PAGES = struct.Struct("<I")
 
 
 class Minimum:
     """The mechanism of a rank with a cache; every rank of the group has this one.
 
     yielded_pages: those that matched here and were not taken, or were given back, since another rank had less.
-    shortened: how often a lease was admitted again with less, since another rank's load had failed, say.
+    shortened: how often a lease gave pages back after it had them, since another rank's load had failed, say.
     """
 
     def __init__(self, cache: TieredCache) -> None:
@@ -39,8 +36,7 @@ class Minimum:
         self.shortened = 0
         self._refused: OutOfPages | None = None
 
-    @property
-    def settings(self) -> Mapping[str, Setting]:
+    def settings(self, rank: int, size: int) -> Mapping[str, Setting]:
         """See `Mechanism`."""
         config, pages = self.cache.config, self.cache.stats()
         return {
@@ -54,30 +50,30 @@ class Minimum:
     # ------------------------------------------------------------------ admission
 
     def offer(self, lease: GroupLease) -> bytes:
-        """How many pages match here, and why there is no room, if so."""
-        r = _request(lease)
-        look = self.cache.look(r.tokens, r.salt, r.adapter, r.label, r.media, r.reuse)
-        lease.matched = look.pages
-        return _PAGES.pack(look.pages) + refusal(look.refusal)
+        """How many pages match here, and what room there is."""
+        r = lease.request
+        assert r is not None
+        found = self.cache.look(r.tokens, r.salt, r.adapter, r.label, r.media, r.reuse)
+        lease.matched = found.pages
+        return look(found)
 
     def open(self, lease: GroupLease, said: Sequence[bytes]) -> None:
-        """Takes what all have."""
-        readers = [Reader(message) for message in said]
-        least = min(reader.parts(_PAGES)[0] for reader in readers)
-        _raise_first(readers)
+        """Takes what all have, if all have room for the rest."""
+        looks = [read_look(message) for message in said]
+        least = min(found.pages for found in looks)
+        for found in looks:
+            if (error := found.refusal_at(least)) is not None:
+                raise error
         self._yield(lease, least)
-        lease.local = self._admit(lease, least, None)
-
-    def _admit(self, lease: GroupLease, pages: int, instead_of: Lease | None) -> Lease | None:
-        """A lease with `pages` matching pages, or fewer; None when there is no room: the next poll says so."""
-        r = _request(lease)
+        r = lease.request
+        assert r is not None
         try:
-            return self.cache.admit(
+            lease.local = self.cache.admit(
                 r.tokens, salt=r.salt, adapter=r.adapter, label=r.label, media=r.media, reuse=r.reuse, store=r.store,
-                pages_max=pages, instead_of=instead_of,
+                pages_max=least,
             )  # fmt: skip
-        except (OutOfPages, LeaseRevoked):  # as may be when others use this rank's cache as well
-            return None
+        except OutOfPages:  # others use this rank's cache as well: the next poll says so
+            lease.local = None
 
     def _yield(self, lease: GroupLease, pages: int) -> None:
         self.yielded_pages += lease.matched - pages
@@ -104,13 +100,23 @@ class Minimum:
                 elif lease.local is not None and lease.local.matched_len > least * self.page_size:
                     lease.matched = lease.local.matched_len // self.page_size
                     self._yield(lease, least)
-                    self.shortened += 1
-                    lease.local = self._admit(lease, least, lease.local)
+                    self._shorten(lease, lease.local, least)
+
+    def _shorten(self, lease: GroupLease, local: Lease, pages: int) -> None:
+        self.shortened += 1
+        try:
+            self.cache.shorten(local, pages)
+        except OutOfPages:  # the pages that it gives back are not free: others hold them as well
+            self.cache.abort(local)
+            lease.local = None
 
     def _state(self, lease: Lease | None, stream: object) -> int:
-        if lease is None or lease.revoked:
+        if lease is None:
             return GONE
-        return lease.matched_len // self.page_size if lease.gate.wait_on(stream) else PENDING
+        over = lease.gate.wait_on(stream)  # first: another thread may revoke it, and then its copies are over
+        if lease.revoked:
+            return GONE
+        return lease.matched_len // self.page_size if over else PENDING
 
     # ------------------------------------------------------------------ more pages
 
@@ -127,11 +133,10 @@ class Minimum:
     def grown(self, lease: GroupLease, said: Sequence[bytes]) -> None:
         """Where one rank has none, all give theirs back, and room from before: page counts stay equal."""
         assert lease.local is not None
-        try:
-            _raise_first([Reader(message) for message in said])
-        except OutOfPages:
-            self.cache.truncate(lease.local, lease.length)
-            raise
+        for message in said:
+            if (error := read_refusal(Reader(message))) is not None:
+                self.cache.truncate(lease.local, lease.length)
+                raise error
 
     # ------------------------------------------------------------------ ends
 
@@ -142,16 +147,3 @@ class Minimum:
     def close(self, timeout_s: float) -> None:
         """See `Mechanism`."""
         self.cache.close(drain=False, timeout_s=timeout_s)
-
-
-def _request(lease: GroupLease) -> Request:
-    assert lease.request is not None  # until it is ready
-    return lease.request
-
-
-def _raise_first(readers: Sequence[Reader]) -> None:
-    """Raises the refusal of the first rank that has one."""
-    for reader in readers:
-        error = read_refusal(reader)
-        if error is not None:
-            raise error

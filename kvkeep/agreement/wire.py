@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from kvkeep.admission import Look
 from kvkeep.errors import OutOfPages
 from kvkeep.transfer.backend import Job
 from kvkeep.transfer.plan import DIRECTION_OF, Cause, Plan, SlotCopy
@@ -20,6 +21,7 @@ PENDING = -1  # its copies run
 GONE = -2  # it has ended: a load failed, or there was no room after all
 
 _REFUSAL = struct.Struct("<5q")
+_LOOK = struct.Struct("<7q")
 _PLAN = struct.Struct("<QBxxxII")
 _REPORT = struct.Struct("<QqI")
 _COUNT = struct.Struct("<I")
@@ -89,6 +91,19 @@ def read_refusal(reader: Reader) -> OutOfPages | None:
     if not total:
         return None
     return OutOfPages(asked=asked, short=short, in_flight=in_flight, held=held, total=total)
+
+
+def look(found: Look) -> bytes:
+    """What a rank has of a prompt, and what room."""
+    numbers = (found.pages, found.on_gpu, found.asked, found.short, found.in_flight, found.held, found.total)
+    return _LOOK.pack(*numbers) + text(found.busy)
+
+
+def read_look(message: bytes) -> Look:
+    """The opposite of `look`."""
+    reader = Reader(message)
+    pages, on_gpu, asked, short, in_flight, held, total = reader.parts(_LOOK)
+    return Look(pages, on_gpu, asked, short, in_flight, held, total, reader.text())
 
 
 def plans(jobs: Sequence[Job]) -> bytes:

@@ -102,6 +102,11 @@ class TransferManager:
     # ------------------------------------------------------------------ questions
 
     @property
+    def backend(self) -> Backend:
+        """What makes the copies."""
+        return self._backend
+
+    @property
     def dead(self) -> str | None:
         """Why the backend died; None while it lives."""
         return self._dead

@@ -49,7 +49,7 @@ def run(
     """What becomes of `size` ranks that each run `scenario(channel, *args)`.   scratch: an empty folder.
 
     stopped: ranks that will stop themselves (SIGSTOP): they are killed once the others have ended.
-    absent: ranks that die before they join the group.
+    absent: ranks that die, or stop, before they join the group.
     tcp: rank 0 is where the others meet at first, and that ends with it; otherwise that is a file.
     backend: what carries blocks; "nccl" needs a CUDA device for each rank.
     """
@@ -59,9 +59,9 @@ def run(
     pipes, processes = [], []
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
-        joins = rank not in absent
         process = context.Process(
-            target=_rank, args=(rank, size, scratch, meet_at, joins, backend, there, scenario, args)
+            target=_rank,
+            args=(rank, size, scratch, meet_at, rank not in absent, rank in stopped, backend, there, scenario, args),
         )
         process.start()
         there.close()
@@ -105,6 +105,7 @@ def _rank(
     scratch: Path,
     meet_at: str,
     joins: bool,
+    stops: bool,
     backend: BackendName,
     out: "Connection[Any, Any]",
     scenario: Callable[..., Any],
@@ -120,7 +121,7 @@ def _rank(
     dist.init_process_group("gloo", init_method=meet_at, rank=rank, world_size=size)
     _await(scratch, "begun", rank, size)
     if not joins:
-        die()  # between the world and the group
+        (hang if stops else die)()  # between the world and the group
     began = time.monotonic()
     try:
         try:

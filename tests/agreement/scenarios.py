@@ -3,14 +3,16 @@
 Must not look at other ranks: what they do is compared by the tests.
 """
 
+import os
 import time
 from typing import Any
 
 from kvkeep.agreement.channel import Channel, Transport
+from kvkeep.agreement.distributed import join
 from kvkeep.agreement.settings import agree_settings
 from kvkeep.errors import RankLost
 from tests.agreement.histories import Seen, history
-from tests.agreement.processes import die, hang
+from tests.agreement.processes import DEADLINE_S, die, hang
 from tests.agreement.rank import PAGE_SIZE, Rank
 
 #: The gathers of `life`, in order.  "the rest": of a block table that takes more than one block.
@@ -85,3 +87,43 @@ def life(channel: Channel, mechanism: str, victim: int, step: str, how: str) -> 
         live = rank.cache.stats().pages_live if rank is not None and rank.cache is not None else 0
         return noticed_s, live == 0 and (again or rank is None)
     raise AssertionError("nobody died")
+
+
+def rejoined(channel: Channel, times: int) -> list[int]:
+    """Joins groups of other makeup and the same group again, with as many process groups besides as its number.
+
+    Returns by how many threads and open files this process has grown after all of them but the first.
+    """
+    import torch.distributed as dist
+
+    me = dist.get_rank()
+    for _ in range(me):
+        dist.new_group([me], backend="gloo", use_local_synchronization=True)  # which others know nothing of
+    before = [0, 0]
+    for turn in range(times):
+        again = join(deadline_s=DEADLINE_S)
+        assert [str(rank).encode() for rank in range(again.size)] == again.exchange("poll", turn, str(me).encode())
+        again.close()
+        if not turn:
+            before = _resources()
+    return [now - then for now, then in zip(_resources(), before, strict=True)]
+
+
+def survivors(channel: Channel, victim: int) -> bool:
+    """A rank dies, and those that are left go on as a group of their own, under the numbers that they had."""
+    import torch.distributed as dist
+
+    if channel.rank == victim:
+        die()
+    members = [rank for rank in range(channel.size) if rank != victim]
+    try:
+        channel.exchange("poll", 0, b"")
+    except RankLost:
+        channel.close()
+    left = join(members, deadline_s=DEADLINE_S)
+    heard = left.exchange("poll", 0, str(dist.get_rank()).encode())
+    return [str(rank).encode() for rank in members] == heard
+
+
+def _resources() -> list[int]:
+    return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]

@@ -60,6 +60,25 @@ def test_a_channel_that_was_closed_says_so() -> None:
         channel.exchange("poll", 0, b"")
 
 
+@pytest.mark.parametrize("error", [SystemExit("stop"), MemoryError("no room"), ValueError()])
+def test_an_exchange_that_ended_half_way_ends_the_channel(error: BaseException) -> None:
+    """Whatever broke in: nobody knows what others have heard by then, so nothing is sent after it."""
+
+    class Breaking(Seat):
+        def gather(self, block: bytes) -> list[bytes]:
+            """See `Transport`."""
+            if self.gathers:
+                raise error
+            return super().gather(block)
+
+    channel = Channel(Breaking(Meeting(1), 0))
+    channel.exchange("poll", 0, b"")
+    with pytest.raises(type(error)):
+        channel.exchange("poll", 0, b"")
+    with pytest.raises(RankLost, match=f"has ended before: {str(error) or type(error).__name__}"):
+        channel.exchange("poll", 0, b"")
+
+
 def test_a_group_needs_an_initialised_world() -> None:
     """Without torch.distributed, with another backend or deadline, one line says what is wrong."""
     with pytest.raises(BadInput, match="call init_process_group"):

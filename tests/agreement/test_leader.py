@@ -18,7 +18,7 @@ from kvkeep.index.media import MediaItem
 from kvkeep.index.names import as_int32
 from kvkeep.tiers.cpu_pool import CpuPool
 from kvkeep.tiers.gpu_pool import GpuPool
-from kvkeep.transfer.backend import NO_WAIT, BackendDied, Job, JobNumber
+from kvkeep.transfer.backend import NO_WAIT, Job, JobNumber
 from kvkeep.transfer.host import HostBackend
 from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import SlotCopy
@@ -111,6 +111,44 @@ def test_pages_that_are_added_are_the_leaders() -> None:
     found = on_members(3, run)
     assert found[0] == found[1] == found[2]
     assert (8, 7) == tuple(map(len, found[0])) and found[0][0][:7] == found[0][1]
+
+
+def test_tokens_are_taken_back_on_the_same_pages() -> None:
+    """Without an exchange every rank's table ends alike, and what follows goes on alike, behind media too."""
+
+    def run(member: Member) -> tuple[list[int], int, int]:
+        media = [MediaItem(9, 2, b"d" * 16, causal=False)]
+        lease = member.ready(member.group.admit(PROMPT, media=media))
+        member.group.extend(lease, [1, 2, 3, 4], room=3)
+        member.group.seal(lease, 8)
+        before = member.channel.exchanges
+        with pytest.raises(BadInput, match="truncate to 10 ends inside the media item"):
+            member.group.truncate(lease, 10)
+        with pytest.raises(BadInput, match="truncate to 7: it must be 8 to 15"):
+            member.group.truncate(lease, 7)
+        member.group.truncate(lease, 9)
+        assert before == member.channel.exchanges and 5 == lease.page_count == len(lease.pages)
+        member.group.extend(lease, [5, 6, 7, 8])
+        member.group.seal(lease, 10)
+        pages = list(lease.pages)
+        member.group.finish(lease, 12)
+        return pages, lease.length, lease.page_count
+
+    found = on_members(3, run)
+    assert found[0] == found[1] == found[2] and (13, 7) == found[0][1:]
+
+
+def test_a_group_of_one_tier_says_nothing_while_nobody_waits() -> None:
+    """There are no copies to tell of."""
+
+    def run(member: Member) -> int:
+        member.ready(member.group.admit(PROMPT))
+        before = member.channel.exchanges
+        member.group.poll()
+        return member.channel.exchanges - before
+
+    assert [0, 0] == on_members(2, run, host_pages=0)
+    assert [1, 1] == on_members(2, run, host_pages=16)
 
 
 def test_a_refusal_of_the_leader_is_one_everywhere() -> None:
@@ -415,69 +453,11 @@ def test_a_leader_must_copy_by_the_groups_backend() -> None:
     transfers = TransferManager(backend, bytes_in_flight_max=64, queue_pages_max=1, deadline_s=1.0)
     host = CpuPool.bookkeeping(4)
     cache = TieredCache(CacheConfig(page_size=2), GpuPool.bookkeeping(4), b"f", host=host, transfers=transfers)
-    with pytest.raises(BadInput, match="must copy by a GroupBackend"):
-        Leader(cache)
+    for other in (None, GroupBackend(backend, 2)):
+        with pytest.raises(BadInput, match="must copy by a GroupBackend"):
+            Leader(cache, other, 4)
     with pytest.raises(BadInput, match="needs a backend"):
         Follower(2, 4, host_pages=4)
-
-
-# ---------------------------------------------------------------------- the backend of a group
-
-
-def launched(size: int = 2) -> tuple[GroupBackend, SimulatedBackend, Job]:
-    """A copy that runs on all ranks."""
-    inner = SimulatedBackend(page_nbytes=16, when=When.EARLY)
-    backend = GroupBackend(inner, size)
-    job = Job(JobNumber(7), plan("demote", [0], [0]), NO_WAIT, 16, 0.0)
-    backend.launch(job)
-    return backend, inner, job
-
-
-def ended(inner: SimulatedBackend) -> None:
-    for _ in range(20):
-        inner.step()
-
-
-def test_a_copy_is_over_when_every_rank_says_so() -> None:
-    """Its time is that of the slowest, its error that of any; nobody is heard twice."""
-    backend, inner, job = launched(3)
-    assert [job] == backend.take() and [] == backend.take()
-    ended(inner)
-    backend.hear(1, [wire.Report(7, "no space", 50)], None)
-    backend.hear(1, [wire.Report(7, None, 50)], None)
-    assert [] == backend.completions()
-    backend.hear(2, [wire.Report(7, None, 10**9), wire.Report(99, None, 0)], None)
-    (outcome,) = backend.completions()
-    assert (job, "rank 1: no space", 10**9) == (outcome.job, outcome.error, outcome.copy_ns)
-    assert [] == backend.completions()
-    assert not backend.order_after(job, object())
-
-
-def test_a_dead_rank_ends_the_backend_once_nothing_moves_any_more() -> None:
-    """The leader's own copies go on to their end first, and no new ones begin."""
-    backend, inner, job = launched()
-    backend.hear(1, [], "gone")
-    assert [] == backend.completions()
-    late = Job(JobNumber(8), plan("demote", [1], [1]), NO_WAIT, 16, 0.0)
-    backend.launch(late)
-    assert [job] == backend.take() and [job] == inner.jobs
-    ended(inner)
-    (outcome,) = backend.completions()
-    assert "rank 1: gone" == outcome.error
-    with pytest.raises(BackendDied, match="rank 1: gone"):
-        backend.completions()
-
-
-def test_closing_reports_what_ranks_had_not_said() -> None:
-    """A copy that one rank has not confirmed has failed."""
-    backend, inner, job = launched()
-    ended(inner)
-    (outcome,) = backend.close(1.0)
-    assert job is outcome.job and outcome.error is not None and "before every rank" in outcome.error
-    backend, _, _ = launched()
-    backend.hear(1, [], "gone")
-    with pytest.raises(BackendDied):
-        backend.close(1.0)
 
 
 def test_a_leader_that_is_wrong_stops_its_followers() -> None:

@@ -8,9 +8,17 @@ import pytest
 
 from kvkeep.agreement.channel import Channel
 from kvkeep.agreement.group import GroupLease
+from kvkeep.agreement.leader import Leader
+from kvkeep.agreement.minimum import Minimum
+from kvkeep.agreement.wire import GONE
+from kvkeep.cache import TieredCache
+from kvkeep.config import CacheConfig
 from kvkeep.errors import BadInput, InvariantViolation, LeaseRevoked, NotReady, OutOfPages
 from kvkeep.index.media import MediaItem
+from kvkeep.index.names import make_identity
+from kvkeep.lease import Lease
 from kvkeep.stats import CacheStats
+from kvkeep.tiers.gpu_pool import GpuPool
 from tests.agreement.rank import PAGE_SIZE, Rank
 from tests.agreement.threads import outcomes, together
 
@@ -179,6 +187,27 @@ def test_a_request_that_one_rank_loses_is_revoked_on_all() -> None:
     assert [(True, 0, 1)] * 2 == on_members(2, run, host_pages=16)
 
 
+class Meanwhile(Lease):
+    """One that another thread revokes while somebody looks whether its copies are over."""
+
+    @property
+    def copies(self) -> set[Any]:
+        """None any more."""
+        self.revoked = True
+        return set()
+
+    @copies.setter
+    def copies(self, value: set[Any]) -> None:
+        """They are never there."""
+
+
+def test_a_lease_that_is_revoked_meanwhile_is_not_ready() -> None:
+    """The cache may be polled by another thread: a lease whose copies are over by then may have ended with them."""
+    cache = TieredCache(CacheConfig(page_size=PAGE_SIZE), GpuPool.bookkeeping(4), b"f")
+    for state in (Leader(cache)._state, lambda lease: Minimum(cache)._state(lease, None)):
+        assert GONE == state(Meanwhile(0, make_identity(b"f"), array("i"), 0, 0, bytearray(), 0, 0))
+
+
 def test_media_whose_inside_looks_ahead_are_not_split_by_the_minimum() -> None:
     """A length that one rank has can be taken by all: matches end inside no such item on any of them."""
     media = [MediaItem(3, 4, b"d" * 16, causal=False)]  # on pages 1 to 3
@@ -220,6 +249,58 @@ def test_a_rank_without_room_refuses_for_all() -> None:
     ] * 3 == found
 
 
+def test_what_is_not_taken_is_no_room_where_others_hold_it() -> None:
+    """A rank whose room depends on a match that another rank lacks refuses for all, at once, with what it is short of.
+
+    It is no revocation, after which the same would be found again for ever; when the others have ended all have it.
+    """
+
+    def run(member: Member) -> tuple[str, int, int]:
+        if member.number == 1:
+            member.store(5)
+            member.others.append(member.own.admit(PROMPT))  # six pages
+            member.fill(5)
+        before = member.stats.leases
+        with pytest.raises(OutOfPages) as refused:
+            member.group.admit(PROMPT)
+        held = member.stats.leases - before
+        for lease in member.others:
+            member.own.abort(lease)
+        member.ready(member.group.admit(PROMPT))
+        return str(refused.value), held, member.group.stats.revocations
+
+    numbers = "6 pages asked for, 5 short: of 12 pages 11 are held by live requests and 0 by copies in flight"
+    assert [(numbers, 0, 0)] * 3 == on_members(3, run, pages=12)
+
+
+def test_a_rank_without_room_to_give_pages_back_revokes_on_all_once() -> None:
+    """Where it can keep neither its own match nor the shorter one, all admit again, and hear then what is short."""
+
+    def run(member: Member) -> tuple[bool, int, str, int]:
+        member.store(5)
+        if member.number == 1:
+            member.push_out()
+            member.backend._fail_rate = 1.0
+        else:
+            member.others.append(member.own.admit(PROMPT))
+            member.fill(5)
+        lease = member.ready(member.group.admit(PROMPT))
+        with pytest.raises(OutOfPages) as refused:
+            member.group.admit(PROMPT)
+        member.backend._fail_rate = 0.0
+        member.settle()
+        return (
+            lease.revoked,
+            member.stats.leases - len(member.others),
+            str(refused.value),
+            member.group.stats.revocations,
+        )
+
+    found = on_members(2, run, pages=12, host_pages=16)
+    assert found[0] == found[1] and (True, 0) == found[0][:2] and 1 == found[0][3]
+    assert "6 pages asked for, 5 short: of 12 pages 11 are held" in found[0][2]
+
+
 def test_room_that_is_gone_after_all_revokes_the_request_on_all() -> None:
     """Another user of one rank's cache may take the room between the agreement and the pages."""
 
@@ -257,6 +338,29 @@ def test_more_pages_for_all_or_for_none() -> None:
         return counts
 
     assert [(6, 6, 12, 12)] * 2 == on_members(2, run, pages=12)
+
+
+def test_tokens_are_taken_back_on_all_without_an_exchange() -> None:
+    """Lengths and page counts stay equal, pages go back to the pool, and what is sealed stays."""
+
+    def run(member: Member) -> tuple[int, int, int, int, int]:
+        lease = member.ready(member.group.admit(PROMPT))
+        member.group.extend(lease, [1, 2, 3, 4], room=3)
+        member.group.seal(lease, 8)
+        before = member.channel.exchanges
+        for length in (7, 16):
+            with pytest.raises(BadInput, match=f"truncate to {length}: it must be 8 to 15"):
+                member.group.truncate(lease, length)
+        member.group.truncate(lease, 9)
+        assert lease.local is not None
+        counts = lease.length, lease.local.length, lease.page_count, len(lease.pages), member.stats.pages_free
+        assert before == member.channel.exchanges
+        member.group.extend(lease, [5, 6])
+        member.group.finish(lease, 11)
+        assert 5 == member.own.look([*PROMPT[:9], 5, 6], b"", b"", b"", (), True).pages
+        return counts
+
+    assert [(9, 9, 5, 5, 7)] * 2 == on_members(2, run, pages=12)
 
 
 def test_tokens_that_have_pages_cost_no_exchange() -> None:

@@ -92,6 +92,27 @@ def test_a_rank_that_never_joins(victim: int, tmp_path: Path) -> None:
     assert [0, -signal.SIGKILL] == [outcomes[1 - victim].code, outcomes[victim].code]
 
 
+@pytest.mark.parametrize("tcp", [False, True])
+def test_groups_are_joined_again_whatever_else_a_rank_has_joined(tcp: bool, tmp_path: Path) -> None:
+    """A rank's other process groups, and groups that are over, are in nobody's way; and nothing is left of them."""
+    outcomes = run(3, scenarios.rejoined, 6, scratch=tmp_path, tcp=tcp)
+    assert [(None, 0)] * 3 == [(o.error, o.code) for o in outcomes]
+    assert all(more <= 0 for o in outcomes for more in o.value), outcomes
+
+
+def test_those_that_are_left_can_be_a_group(tmp_path: Path) -> None:
+    """After a rank is lost the others join without it."""
+    outcomes = run(3, scenarios.survivors, 1, scratch=tmp_path)
+    assert [True, None, True] == [o.value for o in outcomes], outcomes
+
+
+def test_a_world_that_hangs_is_noticed_when_a_group_is_joined(tmp_path: Path) -> None:
+    """Rank 0, where all meet, stops before it joins: the others hear so within the deadline."""
+    outcomes = run(2, scenarios.settings, [{}, {}], scratch=tmp_path, absent=(0,), stopped=(0,), tcp=True)
+    noticed_s = outcomes[1].value
+    assert isinstance(noticed_s, float) and noticed_s < DEADLINE_S + SLACK_S, outcomes
+
+
 def test_the_rank_that_all_met_at_dies(tmp_path: Path) -> None:
     """A store that ends with rank 0 changes nothing: the others hear of it from the group."""
     check_noticed(2, "minimum", 0, "poll", "kill", tmp_path, tcp=True)

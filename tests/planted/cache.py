@@ -25,8 +25,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cache-matches-the-whole-prompt",
         ADMISSION,
-        "limit = (len(ids) - 1) // page_size",
-        "limit = len(ids) // page_size",
+        "limit = (len(ids) - 1) // self._page_size",
+        "limit = len(ids) // self._page_size",
         (CASES + "test_one_token_of_a_prompt_is_left_to_compute",),
     ),
     Bug(

@@ -192,8 +192,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "traffic-demotion-that-nobody-waits-for",
         ADMISSION,
-        "self._traffic.copies.wait(lease, copy)",
-        "pass",
+        "self._traffic.copies.wait(lease, copy)\n        self._storing",
+        "pass\n        self._storing",
         (COPIES + "test_row_19_a_page_promised_to_a_request_is_written_only_when_it_has_been_copied_out",),
     ),
     Bug(
