@@ -60,7 +60,7 @@ TIMING = $$(grep -rl "mark.timing" tests)
 test: setup ## everything that must hold before a change lands
 	@$(MAKE) --no-print-directory -j 2 lint environments
 	@$(PYTEST) -q -m "timing and not slow" $(TIMING) || [ $$? -eq 5 ]
-	@$(PYTEST) -q -n 2 --dist worksteal -m "not timing and not slow"
+	@KVKEEP_FEWER_EXAMPLES=1 $(PYTEST) -q -n 2 --dist worksteal -m "not timing and not slow"
 	@$(MAKE) --no-print-directory test-mstar
 	@$(MAKE) --no-print-directory test-vllm
 

@@ -77,7 +77,14 @@ def name_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ImageFeatures, "media", media)
 
 
-@pytest.mark.parametrize("plant", [look_up_the_first_image, forget_the_image_in_the_name, name_nothing])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        look_up_the_first_image,
+        pytest.param(forget_the_image_in_the_name, marks=pytest.mark.slow),
+        pytest.param(name_nothing, marks=pytest.mark.slow),
+    ],
+)
 def test_the_gate_fails_on_a_wrong_image(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None
 ):

@@ -35,6 +35,7 @@ from kvkeep.tiers.memory import POISON_BYTE
 from kvkeep.tiers.tracing import TracingLedger
 from tests.core.naive import Prefix, constant_hash, narrow_hash
 from tests.core.naive_cache import NaiveCache, NaiveLease, Page, Refused
+from tests.examples import examples
 
 PAGE_SIZE = 2
 PAGES_TOTAL = 10
@@ -456,7 +457,7 @@ MACHINES = pytest.mark.parametrize("machine", [CacheMachine, FinishMachine, Narr
 def test_a_cache_equals_the_naive_one(machine: type[CacheMachine]) -> None:
     """Hits, refusals, evictions and counts are exactly those of the naive cache, and no byte read is another's."""
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
+        machine, settings=settings(max_examples=examples(100), stateful_step_count=50, report_multiple_bugs=False)
     )
 
 

@@ -30,6 +30,7 @@ from kvkeep.index.runs import Place, RunTree
 from kvkeep.index.uses import NO_STAMP, Began, PathUse, Uses
 from kvkeep.tiers.tracing import TracingLedger
 from tests.core.naive import NaiveIndex, PageContent, constant_hash, narrow_hash
+from tests.examples import examples
 
 PAGE_SIZE = 2
 PAGE_NBYTES = PAGE_SIZE * TOKEN_NBYTES
@@ -301,7 +302,7 @@ MACHINES = pytest.mark.parametrize("machine", [TreeMachine, RhythmTreeMachine, N
 def test_a_tree_equals_the_naive_index(machine: type[TreeMachine]) -> None:
     """Matches and evictions are exactly those of a dict by exact prefix, however names collide."""
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=140, stateful_step_count=50, report_multiple_bugs=False)
+        machine, settings=settings(max_examples=examples(140), stateful_step_count=50, report_multiple_bugs=False)
     )
 
 

@@ -30,6 +30,7 @@ from kvkeep.replay.trace import Arrivals, Request, Trace
 from kvkeep.transfer.backend import NO_WAIT
 from kvkeep.transfer.manager import TransferManager
 from kvkeep.transfer.plan import Plan
+from tests.examples import examples
 from tests.replay.naive import Use, best, lru
 
 PAGE = 4
@@ -109,7 +110,7 @@ def test_the_bound_with_answers_that_repeat(capacity: int):
     assert best([Use(pages, prompt) for pages, prompt in requests], capacity) == best_matches(future, capacity)
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=examples(30))
 @given(seed=st.integers(0, 10**6), capacity=st.integers(8, 60))
 def test_blocks_count_as_their_tokens_do(seed: int, capacity: int):
     """Block ids of half a page give the counts of the tokens they stand for, in either accounting, in both tiers."""

@@ -59,7 +59,7 @@ def test_nothing_is_lost_that_has_a_place() -> None:
     assert want == got
 
 
-@pytest.mark.parametrize(("pages", "host_pages"), [(2048, 8192), (4096, 4096)])
+@pytest.mark.parametrize(("pages", "host_pages"), [pytest.param(2048, 8192, marks=pytest.mark.slow), (4096, 4096)])
 def test_a_recorded_trace_hits_what_lru_hits(shared_dir: Path, pages: int, host_pages: int) -> None:
     """32 sessions in rotation over pages of 16 tokens, the pool too small for them: within a hundredth of exact LRU."""
     trace = read_trace(shared_dir / "traces" / "tau_retail_200")

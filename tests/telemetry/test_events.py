@@ -30,6 +30,7 @@ from kvkeep.index.watch import names_in
 from kvkeep.lease import Lease
 from kvkeep.telemetry.events import Copies, Event, EventLog
 from tests.core.naive import constant_hash, narrow_hash
+from tests.examples import examples
 from tests.telemetry.rigs import PAGE_SIZE, TwoTiers, prompt
 
 
@@ -175,7 +176,7 @@ class ShortMemory(NarrowNames):
 @pytest.mark.parametrize("machine", [EventMachine, NarrowNames, EqualNames, ShortMemory])
 def test_a_follower_knows_the_index(machine: type[EventMachine]) -> None:
     """Applying the stream to a set for each tier gives the names in the tree, after every step."""
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(60), stateful_step_count=40))
 
 
 def summary(events: Iterable[Event]) -> list[tuple[Any, ...]]:
