@@ -214,7 +214,8 @@ async def test_bodies_together_have_a_limit(
         stub.gate.clear()
     first = asyncio.create_task(post(session, url, {"prompt": "a" * 6_000}, "/v1/completions"))
     await until(lambda: any(stub.requests for stub in stubs))
-    async with session.post(f"{url}/v1/completions", data=json.dumps({"prompt": "b" * 6_000})) as answer:
+    second = json.dumps({"prompt": "b" * 6_000})
+    async with asyncio.timeout(10), session.post(f"{url}/v1/completions", data=second) as answer:
         assert 503 == answer.status and "1" == answer.headers["Retry-After"]
         assert "no_room" == (await answer.json())["error"]["type"]
     for stub in stubs:
