@@ -26,9 +26,6 @@ from kvkeep.routing import RoutingSettings
 LOAD = 0.7
 #: Points that the routed hit share may be below that of one cache; share of pages held in copies.
 GAP_POINTS_MAX, COPIES_MAX = 2.0, 0.10
-#: A replica that holds fewer of a trace's longest session is shown and not judged: whatever chooses, a long session
-#: there pushes out the others of its replica, where one cache of all would have had room.
-LONGEST_MIN = 3
 
 KVKEEP, ONE = "kvkeep", "one cache"
 
@@ -37,7 +34,7 @@ KVKEEP, ONE = "kvkeep", "one cache"
 class Fleet:
     """Replicas and their traffic.
 
-    make: reads or makes the traffic.   tokens_each: of a replica's cache.   hot: judged by its TTFT, not by its hits.
+    make: reads or makes the traffic.   tokens_each: of a replica's cache.   hot: judged by its TTFT as well.
     per_s: sessions a second to begin looking for the rate with.   depths: fixed depths to hold the learned one against.
     """
 
@@ -71,6 +68,8 @@ def fleets(folder: Path | None, quick: bool) -> list[Fleet]:
         Fleet(tau(2), 2, 65_536, 0.613),
         Fleet(tau(8), 8, 65_536, 1.7, depths=(1, 2, 11, 16)),
         Fleet(tau(16), 16, 65_536, 3.3),
+        Fleet(tau(8), 8, 32_768, 1.6),
+        Fleet(swe(), 2, 524_288, 0.06),
         Fleet(swe(), 4, 524_288, 0.094, depths=(1, 2, 16)),
         Fleet(swe(), 8, 524_288, 0.148),
         Fleet(swe(), 16, 524_288, 0.319),
@@ -79,6 +78,7 @@ def fleets(folder: Path | None, quick: bool) -> list[Fleet]:
         Fleet(mooncake(), 16, 1 << 20, 10.2, depths=(1, 2)),
         Fleet(claude(1, 120), 4, 4 << 20, 0.031),
         Fleet(claude(), 16, 4 << 20, 0.0463),
+        Fleet(claude(1, 120), 4, 2 << 20, 0.0193),
     ]
 
 
@@ -107,10 +107,6 @@ class Found:
     outcomes: dict[str, Outcome]
 
     @property
-    def judged(self) -> bool:
-        return self.fleet.hot or self.fleet.tokens_each >= LONGEST_MIN * self.longest_tokens
-
-    @property
     def gap_points(self) -> float:
         """Hit share of one cache less that of the routed replicas, in points."""
         return 100 * (self.outcomes[ONE].hit_share - self.outcomes[KVKEEP].hit_share)
@@ -122,7 +118,7 @@ class Found:
 
     @property
     def reached(self) -> bool:
-        """Hits and copies wherever a case is judged; where a prefix is hot, the times to first token too."""
+        """Hits and copies; where a prefix is hot, the times to first token too."""
         hits = self.gap_points <= GAP_POINTS_MAX and self.outcomes[KVKEEP].copies <= COPIES_MAX
         return hits and (not self.fleet.hot or (self.ttft_ratio(0.99) <= 1.0 and self.ttft_ratio(0.5) < 1.0))
 
@@ -146,8 +142,7 @@ class Found:
                 "moves": out.moves,
             }
             if name == KVKEEP:
-                row["gap_points"] = round(self.gap_points, 2)
-                row |= {"judged": self.judged} | ({"reached": self.reached} if self.judged else {})
+                row |= {"gap_points": round(self.gap_points, 2), "reached": self.reached}
             yield row
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from kvkeep.proxy.command import Server, listen
+from kvkeep.proxy.command import Server
+from kvkeep.proxy.sockets import listen
 
 PIECES, PIECE_EVERY_S = 20, 0.02
 ANSWER = json.dumps(

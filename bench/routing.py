@@ -80,13 +80,13 @@ def _simulate(options: argparse.Namespace) -> list[Found]:
 
 def _lines(one: Found) -> Iterator[str]:
     fleet = one.fleet
-    judged = "" if one.judged else f"; not judged: the longest session has {one.longest_tokens:,} tokens"
     yield (
         f"{one.traffic}: {one.requests:,} requests, {one.per_s:.3g} sessions a second, {fleet.replicas} replicas of "
-        f"{fleet.tokens_each:,} tokens{judged}"
+        f"{fleet.tokens_each:,} tokens, longest session "
+        f"{one.longest_tokens:,}"
     )
     for name, out in one.outcomes.items():
-        verdict = "" if name != KVKEEP or not one.judged else "reached" if one.reached else "NOT REACHED"
+        verdict = "" if name != KVKEEP else "reached" if one.reached else "NOT REACHED"
         p50, tail = out.ttft_quantile_s(0.5), out.ttft_quantile_s(0.99)
         yield (
             f"    {name:<14}hits {out.hit_share:6.1%}  copies {out.copies:6.1%}  busy {out.busy:4.0%}  "
@@ -95,16 +95,15 @@ def _lines(one: Found) -> Iterator[str]:
 
 
 def _judge(found: Sequence[Found]) -> dict[str, Metric]:
-    judged = [one for one in found if one.judged]
     hot = [one for one in found if one.fleet.hot]
 
     def worst(what: Callable[[Found], float], of: Sequence[Found], digits: int) -> float | None:
         return max((round(what(one), digits) for one in of), default=None)
 
     return {
-        "routing_hit_gap_points": Metric(worst(lambda one: one.gap_points, judged, 2), "points", samples=len(judged)),
+        "routing_hit_gap_points": Metric(worst(lambda one: one.gap_points, found, 2), "points", samples=len(found)),
         "routing_copies_share": Metric(
-            worst(lambda one: one.outcomes[KVKEEP].copies, judged, 4), "of pages held", samples=len(judged)
+            worst(lambda one: one.outcomes[KVKEEP].copies, found, 4), "of pages held", samples=len(found)
         ),
         "hot_ttft_p50_ratio": Metric(worst(lambda one: one.ttft_ratio(0.5), hot, 3), "of random", samples=len(hot)),
         "hot_ttft_p99_ratio": Metric(worst(lambda one: one.ttft_ratio(0.99), hot, 3), "of random", samples=len(hot)),

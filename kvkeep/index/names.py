@@ -34,8 +34,9 @@ Hash64 = Callable[[Any, int], int]
 
 TOKEN_NBYTES = 4
 
-#: Beyond it they are all forgotten, and made again.
-IDENTITIES_MAX = 4096
+#: Identities remembered: beyond it they are all forgotten, and made again.  One whose fields have more bytes than that
+#: is not remembered: a salt may come from anybody.
+IDENTITIES_MAX, IDENTITY_NBYTES_MAX = 4096, 512
 
 hash64: Hash64 = xxhash.xxh3_64_intdigest
 
@@ -123,7 +124,8 @@ class Identities:
             found = make_identity(fingerprint, *key, hash_fn=self._hash)
             if len(self._known) >= IDENTITIES_MAX:
                 self._known.clear()
-            self._known[key] = found
+            if sum(map(len, key)) <= IDENTITY_NBYTES_MAX:
+                self._known[key] = found
         return found
 
     def clear(self) -> None:

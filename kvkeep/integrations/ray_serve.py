@@ -16,12 +16,12 @@ or the calls of this handle that go there, whichever is more.
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from kvkeep.errors import BadInput
 from kvkeep.index.names import as_token_ids
 from kvkeep.proxy.bodies import Prompt, prompt_of
 from kvkeep.routing import Guard, Router, RoutingSettings
@@ -31,41 +31,76 @@ from kvkeep.routing.shared import DEPTH_MAX
 BEGINS_MAX_S = 10.0
 
 
+class Chosen(NamedTuple):
+    """A call that has been chosen for and has not begun.
+
+    pending: kept, so that no other object gets its `id` meanwhile.   order: of replicas, the chosen one first.
+    """
+
+    pending: PendingRequest
+    order: list[str]
+    since_s: float
+
+
 class Calls:
-    """The calls that go to replicas, from the choice to the end."""
+    """The calls that go to replicas, from the choice to the end.
+
+    Ray gives all calls that are made while one request is served that request's id: a call is known by its object until
+    it has begun; from then on those of one id on one replica are counted, since nobody can tell them apart.
+    """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[str, tuple[list[str], float]] = OrderedDict()  # not begun, chosen first first
-        self._runs: dict[str, str] = {}
+        self._chosen: OrderedDict[int, Chosen] = OrderedDict()  # by the object's `id`, chosen first first
+        self._runs: Counter[tuple[str, str]] = Counter()  # by id and replica
+        self._early: OrderedDict[tuple[str, str], float] = OrderedDict()  # said to have ended before it had begun
         self.count: Counter[str] = Counter()
 
-    def chosen(self, call: str, order: list[str]) -> None:
+    def chosen(self, pending: PendingRequest, order: list[str]) -> None:
         """It shall go to the first of `order`."""
-        self._order[call] = order, time.monotonic()
+        self._chosen[id(pending)] = Chosen(pending, order, time.monotonic())
         self.count[order[0]] += 1
 
-    def order(self, call: str) -> list[str] | None:
+    def order(self, pending: PendingRequest) -> list[str] | None:
         """What was chosen for it, if it was; forgets those that never began."""
-        while self._order and next(iter(self._order.values()))[1] < time.monotonic() - BEGINS_MAX_S:
-            self._forget(next(iter(self._order)))
-        return self._order[call][0] if call in self._order else None
+        long_ago_s = time.monotonic() - BEGINS_MAX_S
+        while self._chosen and next(iter(self._chosen.values())).since_s < long_ago_s:
+            self._forget(next(iter(self._chosen)))
+        while self._early and next(iter(self._early.values())) < long_ago_s:
+            self._early.popitem(last=False)
+        found = self._chosen.get(id(pending))
+        return None if found is None else found.order
 
-    def began(self, call: str, replica: str) -> None:
+    def began(self, pending: PendingRequest, replica: str) -> None:
         """It runs there, which need not be where it was sent first."""
-        self._forget(call)
-        self._runs[call] = replica
-        self.count[replica] += 1
+        self._forget(id(pending))
+        run = pending.metadata.internal_request_id, replica
+        if self._early.pop(run, None) is None:
+            self._runs[run] += 1
+            self.count[replica] += 1
 
-    def ended(self, call: str) -> None:
-        """It has ended, or never began."""
-        self._forget(call)
-        replica = self._runs.pop(call, None)
-        if replica is not None:
-            self.count[replica] -= 1
+    def ended(self, call: str, replica: str) -> None:
+        """One of this id has ended there, or was refused."""
+        run = call, replica
+        if self._runs[run]:
+            _lessen(self._runs, run)
+            _lessen(self.count, replica)
+        else:
+            for key, one in self._chosen.items():
+                if one.pending.metadata.internal_request_id == call:
+                    self._forget(key)
+                    break
+            self._early[run] = time.monotonic()
+            self._early.move_to_end(run)
 
-    def _forget(self, call: str) -> None:
-        if call in self._order:
-            self.count[self._order.pop(call)[0][0]] -= 1
+    def _forget(self, key: int) -> None:
+        if key in self._chosen:
+            _lessen(self.count, self._chosen.pop(key).order[0])
+
+
+def _lessen(count: Counter[Any], key: Any) -> None:
+    count[key] -= 1
+    if not count[key]:
+        del count[key]
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # not checked where Ray is not installed
@@ -99,8 +134,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # not checked where Ra
         by_load = sorted(by_id, key=lambda name: loads[name])
         if pending is None:
             return by_load
-        call = pending.metadata.internal_request_id
-        order = self._calls.order(call)
+        order = self._calls.order(pending)
         if order is not None:
             return [*order, *(name for name in by_load if name not in order)]
         prompt = find_prompt([*pending.args, *pending.kwargs.values()], DEPTH_MAX * self._settings.page_nbytes)
@@ -109,16 +143,25 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # not checked where Ra
         router = self._with(list(by_id))
         route = router.route_bytes(prompt.raw, prompt.kind, salt=prompt.salt, adapter=prompt.adapter, loads=loads)
         order = [route.replica, *(name for name in route.order if name != route.replica)]
-        self._calls.chosen(call, order)
+        self._calls.chosen(pending, order)
         return order
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """Called by Ray when a replica has taken a call."""
-        self._calls.began(pending_request.metadata.internal_request_id, replica_id.unique_id)
+        self._calls.began(pending_request, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Ray when a call has ended."""
-        self._calls.ended(internal_request_id)
+        self._calls.ended(internal_request_id, replica_id.unique_id)
+
+    def _get_pending_request_matching_internal_request_id(
+        self, request_metadata: RequestMetadata | None = None
+    ) -> PendingRequest | None:
+        """Ray knows only one waiting call of an id, and those that are made beside it would wait for ever."""
+        for waiting in self._pending_requests_to_fulfill:
+            if waiting.metadata is request_metadata and not waiting.future.done():
+                return waiting
+        return None
 
     def _with(self, names: list[str]) -> Router:
         """The router, with just these replicas."""
@@ -136,8 +179,8 @@ def find_prompt(arguments: Sequence[Any], nbytes_max: int) -> Prompt | None:
     for argument in arguments:
         try:
             found = _prompt(argument, nbytes_max)
-        except BadInput:
-            found = None  # the deployment will say what is wrong with it
+        except Exception:  # it may be any object, and a router that raises leaves its call waiting for ever
+            found = None
         if found is not None:
             return found
     return None

@@ -3,7 +3,9 @@
 Must not know how a route is chosen, nor look into answers: they are passed on as they come.
 
 A request is tried on another replica only while nothing of it has been sent: when no connection could be made.  What
-comes later may have been computed already, so it ends in an error that says which replica it was.
+comes later may have been computed already, so it ends in an error that says which replica it was.  (The client library
+asks the same replica once more where a connection that it kept had just been closed, and only what changes nothing by
+being asked twice: GET and the like.)
 """
 
 import asyncio
@@ -17,35 +19,28 @@ from yarl import URL
 
 from kvkeep.errors import BadInput
 from kvkeep.proxy.bodies import read_prompt
-from kvkeep.proxy.replicas import HEALTH, Replicas, parse_address, why_not
+from kvkeep.proxy.headers import REPLICA_HEADER, Headers, as_text, headers_down, headers_up
+from kvkeep.proxy.intake import Full, Intake, Receive, Scope, TooLarge
+from kvkeep.proxy.replicas import HEALTH, Replicas, is_ours, parse_address, why_not
+from kvkeep.proxy.sockets import made_for_replica
 from kvkeep.routing.router import Router
 from kvkeep.routing.settings import RoutingSettings
 from kvkeep.routing.shared import DEPTH_MAX
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 #: Seconds.  A connection that lies idle longer may be closed by the replica just as a request is written into it, and
 #: such a request cannot be sent again.  Replicas that run on uvicorn close them after 5.
 KEEP_ALIVE_S = 3.0
 CONNECT_MAX_S = 2.0
-BODY_NBYTES_MAX = 256 << 20
-
-#: Of the connection, not of the message (RFC 9110, 7.6.1), or written anew.
-OWN_HEADERS = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"host")
-)
-REPLICA_HEADER = b"x-kvkeep-replica"
-
-
-class TooLarge(BadInput):
-    """A body of more bytes than are read."""
 
 
 class Unreachable(Exception):
     """No connection could be made: nothing of the request has been sent."""
+
+
+class NoRoom(Exception):
+    """No connection could be made, and it is not the replica's fault."""
 
 
 class Proxy:
@@ -55,6 +50,7 @@ class Proxy:
         """replicas: addresses such as http://10.0.0.1:8000.   Raises `BadInput`."""
         self.router = Router(map(parse_address, replicas), settings)
         self.replicas = Replicas(self.router)
+        self._intake = Intake()
         self._prompt_nbytes = DEPTH_MAX * self.router.settings.page_nbytes
         self._session: aiohttp.ClientSession | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -73,7 +69,9 @@ class Proxy:
         """Before the first request."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=made_for_replica
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=CONNECT_MAX_S),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -107,18 +105,22 @@ class Proxy:
         if scope["path"] == HEALTH:
             await self._tell_health(send)
             return
-        try:
-            body = await _read_body(receive)
-            order = self._order(scope, body)
-        except BadInput as error:
-            await _refuse(send, 413 if isinstance(error, TooLarge) else 400, "invalid_request_error", str(error))
-            return
-        except ConnectionResetError:
-            return
-        if not order:
-            await self._refuse_all(send)
-            return
-        await self._until_gone(self._forward(scope, body, order, send), receive)
+        with self._intake.hold() as held:
+            try:
+                body = await held.read(scope, receive)
+                order = self._order(scope, body)
+            except BadInput as error:
+                status = 413 if isinstance(error, TooLarge) else 400
+                await _refuse(send, status, "invalid_request_error", str(error))
+            except Full as error:
+                await _refuse(send, 503, "no_room", f"no room for another request: {error}", SOON)
+            except ConnectionResetError:
+                pass
+            else:
+                if order:
+                    await self._until_gone(self._forward(scope, body, order, send), receive)
+                else:
+                    await self._refuse_all(send)
 
     def _order(self, scope: Scope, body: bytes) -> list[str]:
         """The replicas that may be asked, the chosen one first."""
@@ -129,8 +131,8 @@ class Proxy:
         packed = any(name == b"content-encoding" for name, _ in scope["headers"])
         prompt = None if packed or not body else read_prompt(scope["path"], body, self._prompt_nbytes)
         if prompt is None:
-            loads = self.router.loads
-            return sorted(loads, key=lambda replica: loads[replica])
+            loads, known = self.router.loads, self.replicas.by_id
+            return sorted(loads, key=lambda replica: (loads[replica], known[replica].routed))
         route = self.router.route_bytes(prompt.raw, prompt.kind, salt=prompt.salt, adapter=prompt.adapter)
         return [route.replica, *(replica for replica in route.order if replica != route.replica)]
 
@@ -141,23 +143,27 @@ class Proxy:
                 return
             except Unreachable as error:
                 self.replicas.unreachable(replica, str(error))
+            except NoRoom as error:
+                await _refuse(send, 503, "no_room", f"no room for another connection here: {error}", SOON)
+                return
         await self._refuse_all(send)
 
     async def _ask(self, replica: str, scope: Scope, body: bytes, send: Send) -> None:
         """Sends the request to one replica, and its answer back as it comes."""
         assert self._session is not None
-        self.replicas.by_id[replica].routed += 1
+        known = self.replicas.by_id[replica]
+        known.routed += 1
         self.router.begin(replica)
         waits, begun = True, False
         try:
             async with self._session.request(
                 scope["method"],
-                self._url(replica, scope),
-                headers=_headers_up(scope["headers"], scope.get("client")),
+                _url(replica, scope),
+                headers=headers_up(scope["headers"], scope.get("client")),
                 data=body or None,
                 allow_redirects=False,
             ) as answer:
-                headers = _headers_down(answer.raw_headers)
+                headers = headers_down(answer.status, answer.raw_headers)
                 headers.append((REPLICA_HEADER, replica.encode()))
                 await send({"type": "http.response.start", "status": answer.status, "headers": headers})
                 begun = True
@@ -169,8 +175,10 @@ class Proxy:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 self.replicas.answered(replica)
         except aiohttp.ClientConnectorError as error:
-            raise Unreachable(why_not(error)) from error
+            known.routed -= 1  # it has not been there
+            raise (NoRoom if is_ours(error) else Unreachable)(why_not(error)) from error
         except aiohttp.ConnectionTimeoutError as error:
+            known.routed -= 1
             raise Unreachable(f"no connection within {CONNECT_MAX_S:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             self.replicas.broke(replica, f"it took a request and gave no whole answer ({type(error).__name__})")
@@ -181,11 +189,6 @@ class Proxy:
         finally:
             if waits:
                 self.router.end(replica)
-
-    def _url(self, replica: str, scope: Scope) -> URL:
-        path = replica + _raw_path(scope)
-        query = scope["query_string"].decode("latin-1")
-        return URL(f"{path}?{query}" if query else path, encoded=True)
 
     async def _until_gone(self, work: Any, receive: Receive) -> None:
         """Does the work, and stops it when the client goes: the replica need not compute what nobody reads."""
@@ -214,7 +217,7 @@ class Proxy:
 
     async def _refuse_all(self, send: Send) -> None:
         dead = "; ".join(f"{name}: {replica.why}" for name, replica in self.replicas.by_id.items())
-        await _refuse(send, 503, "no_replica", f"no replica is alive ({dead})", [(b"retry-after", b"1")])
+        await _refuse(send, 503, "no_replica", f"no replica is alive ({dead})", SOON)
 
     async def _tell_health(self, send: Send) -> None:
         loads = self.router.loads
@@ -225,10 +228,16 @@ class Proxy:
         await _answer(send, 200 if loads else 503, {"replicas": told})
 
 
+def _url(replica: str, scope: Scope) -> URL:
+    path = replica + _raw_path(scope)
+    query = as_text(scope["query_string"])
+    return URL(f"{path}?{query}" if query else path, encoded=True)
+
+
 def _raw_path(scope: Scope) -> str:
     """As it was sent, without the query."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    return raw.decode("latin-1")
+    return as_text(raw)
 
 
 async def _gone(receive: Receive) -> None:
@@ -236,41 +245,8 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _read_body(receive: Receive) -> bytes:
-    parts, length = list[bytes](), 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionResetError
-        part = message.get("body", b"")
-        length += len(part)
-        if length > BODY_NBYTES_MAX:
-            raise TooLarge(f"the body is larger than {BODY_NBYTES_MAX >> 20} MiB")
-        if not message.get("more_body"):
-            return b"".join([*parts, part]) if parts else part
-        parts.append(part)
-
-
-def _headers_up(headers: Headers, client: tuple[str, int] | None) -> list[tuple[str, str]]:
-    """What the replica is told.  The length is written anew."""
-    own = OWN_HEADERS | _named_by_connection(headers) | {b"content-length", b"expect"}
-    out = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name not in own]
-    if client:
-        out.append(("X-Forwarded-For", client[0]))
-    return out
-
-
-def _headers_down(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """What the client is told."""
-    lower = [(name.lower(), value) for name, value in headers]
-    own = OWN_HEADERS | _named_by_connection(lower)
-    return [(name, value) for name, value in lower if name not in own]
-
-
-def _named_by_connection(headers: Headers) -> frozenset[bytes]:
-    return frozenset(
-        word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")
-    )
+#: With what may work in a second.
+SOON: Headers = [(b"retry-after", b"1")]
 
 
 async def _refuse(send: Send, status: int, kind: str, message: str, headers: Headers | None = None) -> None:

@@ -2,21 +2,31 @@
 
 Must not know replicas, nor check what the engine will check: a body that is not understood is nobody's business here.
 
-Two requests of a session must begin with the same bytes, so what a chat template puts first comes first (tools), and
-each message is laid out on its own.  Salt and adapter are where vLLM has them: `cache_salt`, and `model`, which may
-name a LoRA.
+Two requests of a session must begin with the same bytes, so what a chat template puts first comes first (tools,
+documents), each message is laid out on its own, and what does not reach the template is left out: nulls, marks of what
+to cache, which clients move along with a session, and whether text comes in parts.  Salt and adapter are where vLLM has
+them: `cache_salt`, and `model`, which may name a LoRA.
 """
 
 import json
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from kvkeep.errors import BadInput
 from kvkeep.index.names import TOKEN_NBYTES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+#: Fields of a chat that templates put before its messages.
+FIRST = ("tools", "functions", "documents")
+
+#: Objects of a caller in Python may hold what JSON has not: there its type has to do.
+_lay_out = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=lambda value: type(value).__name__
+).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,10 @@ def read_prompt(path: str, body: bytes, nbytes_max: int) -> Prompt | None:
 
 def prompt_of(request: Mapping[str, Any], nbytes_max: int, *, chat: bool, where: str = "") -> Prompt | None:
     """The same of a request that is an object already.   where: what a `BadInput` begins with."""
-    found = _chat(request, nbytes_max) if chat else _completion(request.get("prompt"), nbytes_max)
+    try:
+        found = _chat(request, nbytes_max) if chat else _completion(request, nbytes_max)
+    except (TypeError, ValueError, RecursionError):
+        found = None  # keys of several types, circles, too deep to be laid out: not what JSON has
     if found is None:
         return None
     kind, raw = found
@@ -60,8 +73,11 @@ def prompt_of(request: Mapping[str, Any], nbytes_max: int, *, chat: bool, where:
     return Prompt(kind, raw, _text(request.get("cache_salt")), _text(request.get("model")))
 
 
-def _completion(prompt: Any, nbytes_max: int) -> tuple[bytes, bytes] | None:
+def _completion(request: Mapping[str, Any], nbytes_max: int) -> tuple[bytes, bytes] | None:
     """A string, or ids; of several prompts the first."""
+    prompt = request.get("prompt")
+    if not prompt and request.get("prompt_embeds"):
+        return None
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -81,15 +97,43 @@ def _chat(request: Mapping[str, Any], nbytes_max: int) -> tuple[bytes, bytes] | 
     if not messages:
         return b"text", b""
     parts, length = [], 0
-    first = [request["tools"]] if request.get("tools") else []
-    for part in [*first, *messages]:
-        if isinstance(part, dict) and len(text := part.get("content") or "") > nbytes_max and isinstance(text, str):
-            part = part | {"content": text[:nbytes_max]}  # what is behind that is cut off below
-        parts.append(_text(json.dumps(part, sort_keys=True, ensure_ascii=False, separators=(",", ":"))))
+    first = [{name: request[name]} for name in FIRST if request.get(name)]
+    for part in chain(first, (_message(message, nbytes_max) for message in messages)):
+        parts.append(_text(_lay_out(part)))
         length += len(parts[-1])
         if length >= nbytes_max:
             break
     return b"text", b"\n".join(parts)[:nbytes_max]
+
+
+def _message(message: Any, nbytes_max: int) -> Any:
+    """A message as far as a template sees it.  Long strings are cut: what is behind that is cut off anyway."""
+    if not isinstance(message, Mapping):
+        return message
+    seen = {name: value for name, value in message.items() if value is not None and name != "cache_control"}
+    content = seen.get("content")
+    if isinstance(content, str):
+        seen["content"] = content[:nbytes_max]
+    elif isinstance(content, list):
+        seen["content"] = _content(content, nbytes_max)
+    return seen
+
+
+def _content(parts: list[Any], nbytes_max: int) -> Any:
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if all(isinstance(text, str) for text in texts):
+        return "\n".join(map(str, texts))[:nbytes_max]
+    return [_cut(part, nbytes_max) for part in parts]
+
+
+def _cut(value: Any, nbytes_max: int) -> Any:
+    if isinstance(value, str):
+        return value[:nbytes_max]
+    if isinstance(value, list):
+        return [_cut(one, nbytes_max) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _cut(one, nbytes_max) for name, one in value.items() if name != "cache_control"}
+    return value
 
 
 def _text(value: Any) -> bytes:

@@ -4,22 +4,18 @@ Must not know requests.
 """
 
 import logging
-import os
 import signal
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import uvicorn
 
-from kvkeep.errors import BadInput
 from kvkeep.proxy.app import Proxy
+from kvkeep.proxy.protocol import Protocol
+from kvkeep.proxy.sockets import BACKLOG, address_of, allow_many, listen
 from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.routing.settings import RoutingSettings
-
-BACKLOG = 2048
-PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +33,9 @@ def run(options: RouteOptions) -> Report:
     proxy = Proxy(options.replicas, options.settings)
     listener = listen(options.host, options.port)
     logging.basicConfig(format="kvkeep: %(message)s")
-    address = listener.getsockname()
-    print(f"http://{options.host}:{address[1]} routes to {len(options.replicas)} replicas", flush=True)
+    allow_many()
+    address = address_of(options.host, listener.getsockname()[1])
+    print(f"{address} routes to {len(options.replicas)} replicas", flush=True)
     try:
         Server(server_config(proxy)).run(sockets=[listener])
     finally:
@@ -64,7 +61,7 @@ def server_config(proxy: Proxy) -> uvicorn.Config:
     """How the proxy is served: headers are the replicas' own."""
     return uvicorn.Config(
         proxy,
-        http="httptools",
+        http=Protocol,
         ws="none",
         lifespan="on",
         backlog=BACKLOG,
@@ -74,29 +71,6 @@ def server_config(proxy: Proxy) -> uvicorn.Config:
         server_header=False,
         date_header=False,
     )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; `BadInput` when it cannot."""
-    if port > PORT_MAX:
-        raise BadInput(f"--port {port}: cannot listen there; name another, {PORT_MAX} at most")
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # asyncio turns Nagle's algorithm off only where a socket says that it is TCP: without it, answers that are
-        # written in two pieces take 40 ms more.
-        listener = socket.socket(found[0][0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(found[0][4])
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
-    except OSError as error:
-        number = error.errno or 0
-        why = os.strerror(number) if number > 0 else error.strerror or error
-        raise BadInput(f"--host {host} --port {port}: cannot listen there ({why}); name another") from error
 
 
 def _report(proxy: Proxy) -> Report:

@@ -151,8 +151,10 @@ class Router:
         if common < len(names):
             pages, key = common + 1, names[common]
         else:
-            # All of its pages are everybody's, so any replica will do: what is left of it spreads such prompts.
-            pages, key, worth = 0, hash64(rest, names[-1] if names else root), 0.0
+            # All of its pages are everybody's, so any replica will do: what is left of it spreads such prompts.  Where
+            # a depth was said that it does not reach, only equal prompts meet, and they are worth it.
+            pages, key = 0, hash64(rest, names[-1] if names else root)
+            worth = 1.0 if names and self._shared is None else 0.0
         order = ranked(key, self._alive)
         replica, reason = self.settings.guard.choose(order, self._waiting if loads is None else loads, worth)
         return Route(replica, reason, order, key, pages)

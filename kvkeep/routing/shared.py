@@ -5,7 +5,7 @@ Must not know replicas, loads or page bytes: a prompt is the names of its first 
 If the first page decided, all who have the same system prompt would meet on one replica.  What tells requests apart is
 the page behind the deepest prefix that many share.  Recent prompts lie in a radix tree over page names; a node is where
 prompts part.  A node is *common* when enough of the traffic passes through it and parts there into enough branches: its
-prefix is worth holding on every replica, and what decides is the name of the page behind it.
+prefix, and all that it begins with, is worth holding on every replica; what decides is the name of the page behind it.
 
     root --- system prompt (common) --+-- question, turn, turn ...      a session: its first own page decides, and stays
                                       |                                 the same when the session grows
@@ -41,7 +41,7 @@ RETURNS_HALF_LIFE, RETURNS_AT_START = 256, 64
 class Seen(NamedTuple):
     """What is known of a prompt.
 
-    common: how many of its pages are a common prefix.
+    common: how many of its pages are a common prefix, or the beginning of one.
     returns: how likely it is that what follows those is met again: 1.0 where it was seen before.
     """
 
@@ -53,10 +53,11 @@ class Node:
     """A stretch of page names at the end of which known prompts part; at a leaf one prompt ends, as far as it grew.
 
     names: of its pages.   children: by their first name.   count, at: requests that passed, halved every HALF_LIFE, as
-    it was at request number `at`.   common: see above.   met: a leaf's prompt came more than once.
+    it was at request number `at`.   common: see above.   commons: how many of it and those below it are.
+    met: a leaf's prompt came more than once.
     """
 
-    __slots__ = ("at", "children", "common", "count", "met", "names", "parent")
+    __slots__ = ("at", "children", "common", "commons", "count", "met", "names", "parent")
 
     def __init__(self, parent: "Node | None", names: "array[int]", count: float, at: int) -> None:
         self.parent = parent
@@ -65,6 +66,7 @@ class Node:
         self.count = count
         self.at = at
         self.common = self.met = False
+        self.commons = 0
 
     def visit(self, now: int) -> None:
         """Counts one request more."""
@@ -113,10 +115,10 @@ class SharedPrefixes:
                 child.names += path[depth:]  # a session grows
                 self._meet(child)
                 break
-            if depth == len(path) and equal < len(child.names):
-                break  # it ends in the middle of a stretch
             if self._is_common(child):
                 common = depth
+            if depth == len(path) and equal < len(child.names):
+                break  # it ends in the middle of a stretch
             node = child
         self._forget()
         return Seen(common, returns)
@@ -124,13 +126,22 @@ class SharedPrefixes:
     # ------------------------------------------------------------------ counts
 
     def _is_common(self, node: Node) -> bool:
-        """Decides it anew."""
+        """Decides it anew: a prefix is, and what one begins with, which is held wherever that is."""
         share = node.count / self._root.count
         if node.common:
-            node.common = share >= SHARE_MIN * SHARE_KEPT
+            self._set_common(node, share >= SHARE_MIN * SHARE_KEPT)
         else:
-            node.common = share >= SHARE_MIN and len(node.children) >= FANOUT_MIN
-        return node.common
+            self._set_common(node, share >= SHARE_MIN and len(node.children) >= FANOUT_MIN)
+        return node.commons > 0 and share >= SHARE_MIN * SHARE_KEPT  # those below may be judged long ago
+
+    def _set_common(self, node: Node, common: bool) -> None:
+        if common == node.common:
+            return
+        node.common = common
+        above: Node | None = node
+        while above is not None:
+            above.commons += 1 if common else -1
+            above = above.parent
 
     def _meet(self, leaf: Node) -> None:
         self._leaves.move_to_end(leaf)
@@ -152,6 +163,7 @@ class SharedPrefixes:
         """Cuts a stretch in two and returns the head; the tail stays what it was, a leaf or its children's parent."""
         assert node.parent is not None
         head = Node(node.parent, node.names[:length], node.count, node.at)
+        head.commons = node.commons
         node.parent.children[head.names[0]] = head
         node.parent, node.names = head, node.names[length:]
         head.children[node.names[0]] = node
@@ -167,7 +179,8 @@ class SharedPrefixes:
             if parent.parent is None:
                 continue
             if not parent.children:  # it was common, or it would have been joined with its last child
-                parent.common, parent.met = False, True
+                self._set_common(parent, False)
+                parent.met = True
                 self._leaves[parent] = None
                 self._leaves.move_to_end(parent, last=False)
             elif len(parent.children) == 1 and not parent.common:

@@ -4,6 +4,7 @@ Must not need Ray: without it, it is skipped.
 """
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,13 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+# A replica that does not say within 0.1 s how long its queue is gets no call, and here others use the processors.
+os.environ.setdefault("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "20")
+
 ray = pytest.importorskip("ray", reason="Ray is not installed (kvkeep[ray])")
 pytest.importorskip("ray.serve")
 
 from ray import serve  # noqa: E402
+from ray.serve._private.common import RequestMetadata  # noqa: E402
 from ray.serve.config import RequestRouterConfig  # noqa: E402
+from ray.serve.request_router import PendingRequest  # noqa: E402
 
-from kvkeep.integrations.ray_serve import PrefixRouter, find_prompt  # noqa: E402
+from kvkeep.integrations.ray_serve import Calls, PrefixRouter, find_prompt  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +117,64 @@ def test_only_the_keys_of_a_replica_that_is_gone_move(model: Any):
     assert all(a == gone or b not in before for a, b in moved)
 
 
+class Ingress:
+    """Calls the model several times for one request, at once or one after the other."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    async def __call__(self, prompts: list[str], at_once: bool) -> list[str]:
+        if at_once:
+            return list(await asyncio.gather(*(self.model.remote(prompt) for prompt in prompts)))
+        return [await self.model.remote(prompt) for prompt in prompts]
+
+
+def test_calls_that_one_request_makes_are_routed_each_on_its_own(local_ray: None):
+    """Ray gives them one id; each goes where its own prompt asks for, none waits for ever, and none is counted on."""
+    router = RequestRouterConfig(
+        request_router_class="kvkeep.integrations.ray_serve.PrefixRouter", request_router_kwargs={"slack": 20.0}
+    )
+    options: dict[str, Any] = {"max_ongoing_requests": 100, "ray_actor_options": {"num_cpus": 0.1}}
+    model = serve.deployment(Model, name="model", num_replicas=3, request_router_config=router, **options)
+    ingress = serve.deployment(Ingress, name="ingress", **options)
+    handle = serve.run(ingress.bind(model.bind()), name="many", route_prefix=None)
+    try:
+        prompts = [f"prompt number {number} " * 100 for number in range(24)]
+        alone = handle.remote(prompts, False).result(timeout_s=60)
+        assert 3 == len(set(alone))
+        for _ in range(20):
+            assert alone == handle.remote(prompts, True).result(timeout_s=60)
+    finally:
+        serve.delete("many")
+
+
+def test_calls_are_counted_from_the_choice_to_the_end():
+    """Several of one id, one that is refused and taken elsewhere, one whose end is heard of before its beginning."""
+
+    def call(number: int = 1) -> PendingRequest:
+        return PendingRequest([], {}, RequestMetadata(request_id=f"{number}", internal_request_id=f"{number}"))
+
+    calls = Calls()
+    first, second, other = call(), call(), call(2)
+    calls.chosen(first, ["a", "b"])
+    calls.chosen(second, ["b", "a"])
+    assert (["a", "b"], ["b", "a"], None) == (calls.order(first), calls.order(second), calls.order(other))
+    calls.began(first, "a")
+    calls.began(second, "a")
+    assert {"a": 2} == calls.count
+    calls.ended("1", "a")
+    calls.ended("1", "a")
+    assert not calls.count
+    calls.chosen(other, ["a", "b"])
+    calls.ended("2", "a")  # refused
+    calls.began(other, "b")
+    assert {"b": 1} == calls.count
+    calls.ended("2", "b")
+    calls.ended("2", "b")
+    calls.began(call(2), "b")
+    assert not calls.count
+
+
 def test_prompts_are_found_in_the_forms_that_calls_have():
     """Mappings, pydantic objects, token ids and text; nothing else is one."""
 
@@ -122,7 +186,24 @@ def test_prompts_are_found_in_the_forms_that_calls_have():
     assert first is not None and first == find_prompt([Dumped()], 4096)
     assert find_prompt([[1, 2, 3]], 4096) == find_prompt([np.array([1, 2, 3])], 4096) is not None
     assert (b"text", b"hi") == ((found := find_prompt(["hi"], 4096)) and (found.kind, found.raw))
-    nothings: list[Any] = [None, 3, {}, {"prompt": 7}, [], "", ["a"], b"bytes", {"messages": []}]
+
+    class Broken:
+        def model_dump(self) -> dict[str, Any]:
+            raise RuntimeError
+
+    nothings: list[Any] = [
+        Broken(),
+        {"messages": [{1: 2, "a": 3}]},
+        None,
+        3,
+        {},
+        {"prompt": 7},
+        [],
+        "",
+        ["a"],
+        b"bytes",
+        {"messages": []},
+    ]
     for nothing in nothings:
         assert find_prompt([nothing], 4096) is None
 

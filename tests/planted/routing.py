@@ -6,7 +6,8 @@ Must not hold anything but data: see `bugs` for what an entry is.
 from tests.planted.bug import Bug
 
 RANK, GUARD, SHARED, ROUTER = (f"kvkeep/routing/{name}.py" for name in ("rank", "guard", "shared", "router"))
-APP, BODIES, REPLICAS, COMMAND = (f"kvkeep/proxy/{name}.py" for name in ("app", "bodies", "replicas", "command"))
+APP, BODIES, REPLICAS, SOCKETS = (f"kvkeep/proxy/{name}.py" for name in ("app", "bodies", "replicas", "sockets"))
+HEADERS, INTAKE, PROTOCOL = (f"kvkeep/proxy/{name}.py" for name in ("headers", "intake", "protocol"))
 RAY = "kvkeep/integrations/ray_serve.py"
 
 RANK_TESTS = "tests/routing/test_rank.py::"
@@ -14,6 +15,8 @@ SHARED_TESTS = "tests/routing/test_shared.py::"
 ROUTER_TESTS = "tests/routing/test_router.py::"
 BODY_TESTS = "tests/proxy/test_bodies.py::"
 PROXY_TESTS = "tests/proxy/test_proxy.py::"
+HOSTILE_TESTS = "tests/proxy/test_hostile.py::"
+RAY_TESTS = "tests/integrations/test_ray_serve.py::"
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -71,8 +74,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "shared-a-share-that-sways-moves-everybody",
         SHARED,
-        "node.common = share >= SHARE_MIN * SHARE_KEPT",
-        "node.common = share >= SHARE_MIN",
+        "self._set_common(node, share >= SHARE_MIN * SHARE_KEPT)",
+        "self._set_common(node, share >= SHARE_MIN)",
         (SHARED_TESTS + "test_a_common_prefix_stays_so_until_its_share_is_a_quarter_of_what_made_it",),
     ),
     Bug(
@@ -164,7 +167,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "proxy-passes-on-what-is-the-connections",
-        APP,
+        HEADERS,
         'own = OWN_HEADERS | _named_by_connection(headers) | {b"content-length", b"expect"}',
         'own = OWN_HEADERS | {b"content-length", b"expect"}',
         (PROXY_TESTS + "test_requests_arrive_as_they_were_sent",),
@@ -199,7 +202,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "proxy-answers-take-forty-milliseconds-more",
-        COMMAND,
+        SOCKETS,
         "socket.SOCK_STREAM, socket.IPPROTO_TCP)",
         "socket.SOCK_STREAM)",
         ("tests/proxy/test_timing.py::test_the_proxy_adds_little",),
@@ -214,16 +217,249 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "bodies-forget-the-tools",
         BODIES,
-        'first = [request["tools"]] if request.get("tools") else []',
-        "first = list[str]()",
-        (BODY_TESTS + "test_tools_come_first",),
+        'FIRST = ("tools", "functions", "documents")',
+        "FIRST = ()",
+        (BODY_TESTS + "test_tools_come_first", BODY_TESTS + "test_tools_and_documents_come_first"),
     ),
     Bug(
         "ray-does-not-count-calls-that-have-not-begun",
         RAY,
         "self.count[order[0]] += 1",
         "self.count[order[0]] += 0",
-        ("tests/integrations/test_ray_serve.py::test_a_busy_replica_is_passed_over",),
+        (RAY_TESTS + "test_a_busy_replica_is_passed_over",),
+        needs="ray",
+    ),
+    Bug(
+        "shared-who-ends-within-a-common-prefix-goes-by-its-first-page",
+        SHARED,
+        "return node.commons > 0 and share",
+        "return node.common and share",
+        (SHARED_TESTS + "test_what_a_common_prefix_begins_with_is_common_too",),
+    ),
+    Bug(
+        "shared-what-was-common-below-counts-for-ever",
+        SHARED,
+        "return node.commons > 0 and share >= SHARE_MIN * SHARE_KEPT",
+        "return node.commons > 0",
+        (SHARED_TESTS + "test_what_it_begins_with_is_common_no_longer_than_it_is_asked_for",),
+    ),
+    Bug(
+        "route-remembers-long-salts",
+        "kvkeep/index/names.py",
+        "if sum(map(len, key)) <= IDENTITY_NBYTES_MAX:",
+        "if found:",
+        (ROUTER_TESTS + "test_salts_of_strangers_fill_no_memory",),
+    ),
+    Bug(
+        "route-short-prompts-are-worth-nothing-at-a-depth-that-is-said",
+        ROUTER,
+        "worth = 1.0 if names and self._shared is None else 0.0",
+        "worth = 0.0",
+        (ROUTER_TESTS + "test_a_prompt_that_does_not_reach_the_depth_that_is_said_keeps_its_replica",),
+    ),
+    Bug(
+        "bodies-forget-the-salt",
+        BODIES,
+        '_text(request.get("cache_salt"))',
+        'b""',
+        (BODY_TESTS + "test_salt_and_adapter_are_those_of_the_request",),
+    ),
+    Bug(
+        "bodies-forget-the-model",
+        BODIES,
+        '_text(request.get("model"))',
+        'b""',
+        (BODY_TESTS + "test_salt_and_adapter_are_those_of_the_request",),
+    ),
+    Bug(
+        "bodies-marks-of-what-to-cache-are-text",
+        BODIES,
+        'if value is not None and name != "cache_control"',
+        "if value is not None",
+        (BODY_TESTS + "test_what_a_template_does_not_see_changes_nothing",),
+    ),
+    Bug(
+        "bodies-content-that-is-a-number-breaks-the-proxy",
+        BODIES,
+        "    if isinstance(content, str):\n",
+        "    if content and (isinstance(content, str) or len(content) < 0):\n",
+        (BODY_TESTS + "test_parts_and_calls_count",),
+    ),
+    Bug(
+        "bodies-objects-of-python-raise",
+        BODIES,
+        "except (TypeError, ValueError, RecursionError):",
+        "except ArithmeticError:",
+        (BODY_TESTS + "test_objects_of_python_may_hold_anything",),
+    ),
+    Bug(
+        "bodies-embeddings-with-an-empty-text-are-refused",
+        BODIES,
+        'if not prompt and request.get("prompt_embeds"):',
+        'if prompt is None and request.get("prompt_embeds"):',
+        (BODY_TESTS + "test_what_is_not_understood_is_left_to_the_engine",),
+    ),
+    Bug(
+        "proxy-passes-on-a-status-that-is-none",
+        HEADERS,
+        "if not 200 <= status <= 599:",
+        "if status < 0:",
+        (HOSTILE_TESTS + "test_an_answer_that_none_may_give_is_said_to_be_the_replicas",),
+    ),
+    Bug(
+        "proxy-passes-on-control-characters",
+        HEADERS,
+        "or _NO_VALUE.search(value)",
+        "",
+        (HOSTILE_TESTS + "test_an_answer_that_none_may_give_is_said_to_be_the_replicas",),
+    ),
+    Bug(
+        "proxy-promises-a-body-that-does-not-come",
+        HEADERS,
+        "if status in (204, 304):",
+        "if status == 204:",
+        (HOSTILE_TESTS + "test_an_answer_without_a_body_leaves_the_connection_whole",),
+    ),
+    Bug(
+        "proxy-writes-other-bytes-into-headers",
+        HEADERS,
+        "return raw.decode()\n",
+        'return raw.decode("latin-1")\n',
+        (HOSTILE_TESTS + "test_headers_pass_as_bytes",),
+    ),
+    Bug(
+        "proxy-takes-trailers-for-headers",
+        PROTOCOL,
+        "        if self._in_head:\n",
+        "        if name:\n",
+        (HOSTILE_TESTS + "test_what_is_behind_a_body_is_no_header",),
+    ),
+    Bug(
+        "proxy-reads-heads-for-ever",
+        PROTOCOL,
+        "if self._head_nbytes > HEAD_NBYTES_MAX and",
+        "if self._head_nbytes < 0 and",
+        (HOSTILE_TESTS + "test_a_head_that_does_not_end_is_refused",),
+    ),
+    Bug(
+        "proxy-counts-many-requests-as-one-head",
+        PROTOCOL,
+        "if self._in_head and not self._began_now:",
+        "if len(data):",
+        (HOSTILE_TESTS + "test_many_requests_in_one_piece_are_no_large_head",),
+    ),
+    Bug(
+        "proxy-asks-for-bodies-that-are-too-large",
+        INTAKE,
+        "self._check(said_nbytes(scope))",
+        "said_nbytes(scope)",
+        (HOSTILE_TESTS + "test_a_body_that_is_said_to_be_too_large_is_not_asked_for",),
+    ),
+    Bug(
+        "proxy-counts-bodies-on-that-have-ended",
+        INTAKE,
+        "self._intake.nbytes -= self._nbytes",
+        "self._intake.nbytes -= 0",
+        (
+            HOSTILE_TESTS + "test_bodies_together_have_a_limit",
+            HOSTILE_TESTS + "test_clients_that_leave_anywhere_leave_nothing_behind",
+        ),
+    ),
+    Bug(
+        "proxy-holds-bodies-without-a-limit",
+        INTAKE,
+        "if self._intake.nbytes + more_nbytes > BODIES_NBYTES_MAX:",
+        "if self._intake.nbytes < 0:",
+        (HOSTILE_TESTS + "test_bodies_together_have_a_limit",),
+    ),
+    Bug(
+        "proxy-a-bad-request-takes-every-replica-out",
+        REPLICAS,
+        " and left >= KEPT_MIN * len(self.by_id)",
+        "",
+        (HOSTILE_TESTS + "test_what_breaks_everywhere_leaves_most_replicas_in",),
+    ),
+    Bug(
+        "proxy-reads-health-to-its-end",
+        REPLICAS,
+        "await answer.content.read(HEALTH_NBYTES_MAX)",
+        "await answer.read()",
+        (HOSTILE_TESTS + "test_a_look_at_a_replica_takes_little_and_leads_nowhere",),
+    ),
+    Bug(
+        "proxy-is-led-elsewhere-by-health",
+        REPLICAS,
+        "timeout=limit, allow_redirects=False",
+        "timeout=limit",
+        (HOSTILE_TESTS + "test_a_look_at_a_replica_takes_little_and_leads_nowhere",),
+    ),
+    Bug(
+        "proxy-blames-replicas-for-its-own-limit",
+        REPLICAS,
+        "return error.os_error.errno in OURS",
+        "return False",
+        (HOSTILE_TESTS + "test_no_room_here_is_not_the_replicas_fault",),
+    ),
+    Bug(
+        "proxy-waits-for-machines-that-are-gone",
+        SOCKETS,
+        "made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)",
+        "made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)",
+        (HOSTILE_TESTS + "test_connections_are_asked_whether_they_live",),
+    ),
+    Bug(
+        "proxy-keeps-a-low-limit-of-connections",
+        SOCKETS,
+        "    if soft != hard:\n",
+        "    if soft > hard:\n",
+        ("tests/proxy/test_command.py::test_it_takes_as_many_connections_as_it_may",),
+    ),
+    Bug(
+        "proxy-sends-what-has-no-prompt-to-the-first",
+        APP,
+        "key=lambda replica: (loads[replica], known[replica].routed)",
+        "key=lambda replica: (loads[replica], known[replica].looks)",
+        (HOSTILE_TESTS + "test_what_has_no_prompt_is_spread",),
+    ),
+    Bug(
+        "proxy-counts-requests-where-they-have-not-been",
+        APP,
+        "known.routed -= 1  # it has not been there",
+        "pass",
+        (HOSTILE_TESTS + "test_what_has_no_prompt_is_spread",),
+    ),
+    Bug(
+        "ray-takes-calls-of-one-request-for-one",
+        RAY,
+        "        found = self._chosen.get(id(pending))\n",
+        "        same = pending.metadata.internal_request_id\n"
+        "        alike = [one for one in self._chosen.values() if one.pending.metadata.internal_request_id == same]\n"
+        "        found = alike[0] if alike else None\n",
+        (RAY_TESTS + "test_calls_are_counted_from_the_choice_to_the_end",),
+        needs="ray",
+    ),
+    Bug(
+        "ray-lets-calls-of-one-request-wait-for-ever",
+        RAY,
+        "def _get_pending_request_matching_internal_request_id(",
+        "def _not_asked_for(",
+        (RAY_TESTS + "test_calls_that_one_request_makes_are_routed_each_on_its_own",),
+        needs="ray",
+    ),
+    Bug(
+        "ray-counts-on-what-ended-before-it-began",
+        RAY,
+        "if self._early.pop(run, None) is None:",
+        "if self._early.pop(run, None) is None or True:",
+        (RAY_TESTS + "test_calls_are_counted_from_the_choice_to_the_end",),
+        needs="ray",
+    ),
+    Bug(
+        "ray-a-strange-argument-breaks-the-router",
+        RAY,
+        "except Exception:  # it may",
+        "except ArithmeticError:  # it may",
+        (RAY_TESTS + "test_prompts_are_found_in_the_forms_that_calls_have",),
         needs="ray",
     ),
 )

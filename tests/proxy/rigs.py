@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -12,7 +12,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvkeep.proxy.app import Proxy
-from kvkeep.proxy.command import Server, listen, server_config
+from kvkeep.proxy.command import Server, server_config
+from kvkeep.proxy.sockets import listen
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -79,13 +80,17 @@ class Stub:
 
 
 class Nonsense:
-    """A port where whoever sends anything gets these bytes, and then the end."""
+    """A port where whoever sends anything gets these bytes, and then the end.
+
+    health: what /health says.   unsent: bytes of that for which nobody waited.
+    """
 
     def __init__(self, says: bytes) -> None:
         self._says = says
         self._server: asyncio.Server | None = None
         self.port = 0
-        self.asked = 0
+        self.asked = self.unsent = 0
+        self.health = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
     @property
     def url(self) -> str:
@@ -102,12 +107,22 @@ class Nonsense:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.read(65_536)
         if head.startswith(b"GET /health"):
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await self._tell_health(writer)
         elif head:
             self.asked += 1
             writer.write(self._says)
-        await writer.drain()
+        with suppress(ConnectionError):
+            await writer.drain()
         writer.close()
+
+    async def _tell_health(self, writer: asyncio.StreamWriter) -> None:
+        for at in range(0, len(self.health), 65_536):
+            try:
+                writer.write(self.health[at : at + 65_536])
+                await writer.drain()
+            except ConnectionError:
+                self.unsent = len(self.health) - at
+                break
 
 
 @asynccontextmanager
@@ -130,6 +145,17 @@ async def served(proxy: Proxy) -> AsyncIterator[str]:
 
 async def _serve(server: uvicorn.Server, listener: Any) -> None:
     await server._serve(sockets=[listener])  # `serve` would take the process's signals
+
+
+@asynccontextmanager
+async def connect(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection on which anything can be said."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
 
 
 def chat(*messages: str, **more: Any) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """What a request is routed by: equal beginnings for a session's turns, whatever form its prompt has."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvkeep.errors import BadInput
-from kvkeep.proxy.bodies import CHAT, COMPLETIONS, Prompt, read_prompt
+from kvkeep.proxy.bodies import CHAT, COMPLETIONS, Prompt, prompt_of, read_prompt
 from tests.proxy.rigs import chat
 
 NBYTES = 4096
@@ -39,19 +40,67 @@ def test_tools_come_first():
     assert with_tools.raw.endswith(without.raw) and not with_tools.raw.startswith(without.raw[:9])
 
 
+def test_tools_and_documents_come_first():
+    """What templates put before the messages decides before them."""
+    for name in ("tools", "functions", "documents"):
+        first, second = (read(chat("s", "hi", **{name: [{"name": text * 300}]})) for text in "ab")
+        assert first is not None and second is not None
+        assert first.raw[:100] != second.raw[:100] and first.raw.startswith(f'{{"{name}":'.encode())
+        assert first.raw.endswith((read(chat("s", "hi")) or first).raw)
+
+
 def test_parts_and_calls_count():
-    """Content in parts, an image's address, and tool calls tell messages apart."""
+    """An image's address, a call and no content tell messages apart from text, and images from each other."""
     seen = set()
-    for content in (
-        "a",
-        [{"type": "text", "text": "a"}],
-        [{"type": "image_url", "image_url": {"url": "data:,1"}}],
-        None,
-    ):
-        found = read({"messages": [{"role": "user", "content": content}]})
+    messages: list[dict[str, Any]] = [
+        {"content": "a"},
+        {"content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:,1"}}]},
+        {"content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:,2"}}]},
+        {"content": [{"type": "image_url", "image_url": {"url": "data:,1"}}]},
+        {"content": None},
+        {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"content": 5},
+        {"content": []},
+        {"content": {"a": 1}},
+    ]
+    for message in messages:
+        found = read({"messages": [{"role": "user", **message}]})
         assert found is not None
         seen.add(found.raw)
-    assert 4 == len(seen)
+    assert 9 == len(seen)
+
+
+def test_what_a_template_does_not_see_changes_nothing():
+    """Text in parts or not, marks of what to cache, which clients move from turn to turn, and fields that are null."""
+    plain = read({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:,1"}}
+    marked = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    for content in ([{"type": "text", "text": "a"}], [marked]):
+        said = {"role": "user", "content": content, "name": None, "cache_control": {"type": "ephemeral"}}
+        answer = {"role": "assistant", "content": "b", "tool_calls": None, "refusal": None}
+        assert plain == read({"messages": [said, answer]})
+    forms = (image, image | {"cache_control": {"type": "ephemeral"}})
+    bare, kept = (read({"messages": [{"role": "user", "content": [form]}]}) for form in forms)
+    assert bare == kept is not None
+
+
+def test_objects_of_python_may_hold_anything():
+    """What JSON has not is laid out by its type, or is no prompt; nothing is raised."""
+    found = [prompt_of({"messages": [{"content": "hi", "seen": object()}]}, NBYTES, chat=True) for _ in range(2)]
+    assert found[0] is not None and found[0] == found[1]
+    circle: list[Any] = []
+    circle.append(circle)
+    for message in ({1: "a", "b": 2}, {"content": circle}, {"calls": circle}):
+        assert prompt_of({"messages": [message]}, NBYTES, chat=True) is None
+
+
+@pytest.mark.parametrize("depth", [100, 400, 700, 900, 950, 990])
+def test_deep_messages_are_routed_or_left_to_the_engine(depth: int):
+    """JSON that can be read but hardly be written again raises nothing but `BadInput`."""
+    deep = "[" * depth + "]" * depth
+    for body in (f'{{"messages": [{{"content": {deep}}}]}}', f'{{"messages": [{{"calls": {deep}}}]}}'):
+        with suppress(BadInput):
+            read_prompt(CHAT, body.encode(), NBYTES)
 
 
 def test_completions_take_text_ids_and_lists_of_them():
@@ -76,6 +125,7 @@ def test_no_more_is_read_than_routing_needs():
         (chat("s" * 9_000, "x"), CHAT),
         ({"prompt": "s" * 9_000}, COMPLETIONS),
         ({"prompt": [5] * 9_000}, COMPLETIONS),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x" * 9_000}}]}]}, CHAT),
     ):
         found = read(request, path, 1_000)
         assert found is not None and 1_000 == len(found.raw)
@@ -89,6 +139,7 @@ def test_no_more_is_read_than_routing_needs():
         ("/v1/models", b""),
         ("/v1/embeddings", b'{"input": "x"}'),
         (COMPLETIONS, b'{"prompt_embeds": "aGk="}'),
+        (COMPLETIONS, b'{"prompt_embeds": "aGk=", "prompt": ""}'),
         (COMPLETIONS, b'{"prompt": {"a": 1}}'),
         (COMPLETIONS, b'{"prompt": [1, "a"]}'),
         (COMPLETIONS, b'{"prompt": [99999999999]}'),

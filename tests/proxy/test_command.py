@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import socket
 import sys
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 
 from kvkeep import cli
+from kvkeep.proxy.sockets import address_of
 from tests.proxy.rigs import Stub, chat, post
 
 
@@ -50,6 +52,30 @@ async def test_it_serves_until_it_is_stopped(
     written = json.loads(report.read_text())
     assert {stub.url for stub in stubs} == {row["replica"] for row in written["rows"]}
     assert 1 == written["metrics"]["requests"]["value"]
+
+
+@pytest.mark.asyncio
+async def test_it_takes_as_many_connections_as_it_may(stubs: list[Stub], repo_root: Path):
+    """Each request that is passed on takes two: a low limit that can be raised without asking anybody is raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = min(soft, hard, 256)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvkeep.cli", "route", "--replica", stubs[0].url, "--port", "0"),
+        cwd=repo_root,
+        stdout=asyncio.subprocess.PIPE,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard)),
+    )
+    try:
+        assert process.stdout is not None and await process.stdout.readline()
+        assert (hard, hard) == resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), 20)
+
+
+def test_an_address_is_told_as_a_client_writes_it():
+    """One of IPv6 stands in brackets."""
+    assert ["http://127.0.0.1:80", "http://[::1]:80"] == [address_of(host, 80) for host in ("127.0.0.1", "::1")]
 
 
 @pytest.mark.parametrize(

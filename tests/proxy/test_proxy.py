@@ -13,7 +13,7 @@ import pytest
 from yarl import URL
 
 from kvkeep.errors import BadInput
-from kvkeep.proxy import app, replicas
+from kvkeep.proxy import intake, replicas
 from kvkeep.proxy.app import Proxy
 from kvkeep.routing import Guard, RoutingSettings
 from tests.proxy.rigs import Nonsense, Stub, chat, post, served, until
@@ -238,7 +238,7 @@ async def test_large_bodies_pass_whole(
     url: str, stubs: list[Stub], session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ):
     """Megabytes come in several parts; a body larger than is allowed is refused and not sent."""
-    monkeypatch.setattr(app, "BODY_NBYTES_MAX", 6 << 20)
+    monkeypatch.setattr(intake, "BODY_NBYTES_MAX", 6 << 20)
     text = "x" * (5 << 20)
     assert 200 == (await post(session, url, {"prompt": text}, "/v1/completions"))[0]
     status, told = await post(session, url, {"prompt": text + text}, "/v1/completions")
@@ -248,7 +248,8 @@ async def test_large_bodies_pass_whole(
 
 async def test_addresses_that_are_none_are_refused():
     """Each in a line that names it; the same replica twice as well, with a slash or without."""
-    for bad in ("10.0.0.1:8000", "ftp://a", "http://", "http://a?b=1", "http://[", "http://a:port", ""):
+    bad_ones = ["10.0.0.1:8000", "ftp://a", "http://", "http://a?b=1", "http://[", "http://a:port", ""]
+    for bad in [*bad_ones, "http://me:key@a:1", "http://:key@a:1"]:
         with pytest.raises(BadInput, match=r"--replica .*: it must be an address"):
             Proxy([bad])
     with pytest.raises(BadInput, match="it is there already"):

@@ -1,8 +1,10 @@
 """From a prompt to a replica: what agrees, what must not, what moves, when load counts."""
 
+import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,16 +83,40 @@ def test_text_and_token_ids_have_keys_of_their_own():
     assert router.route(ids).key == router.route(ids.tolist()).key
 
 
-def test_processes_agree(repo_root: Path):
-    """A router in another process, told of the replicas in another order, sends each prompt to the same one."""
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_processes_agree(repo_root: Path, hash_seed: str):
+    """A router in another process, told of the replicas in another order, sends each prompt to the same one, and has
+    learned the same from the same prompts."""
     script = f"""
 from kvkeep.routing import Router, RoutingSettings
 router = Router({FOUR[::-1]!r}, RoutingSettings(page_size={PAGE}))
-print([router.route([number] * 40, salt=b"s").replica for number in range(50)])
+prompts = [[number % 3] * 40 + [number] * 40 for number in range(90)]
+routes = [router.route(prompt, salt=b"s") for prompt in prompts * 2]
+print([(route.replica, route.pages, route.key) for route in routes])
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=repo_root, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=repo_root, env=environment, capture_output=True, text=True, check=True
+    )
     router = Router(FOUR, SMALL)
-    assert f"{[router.route([number] * 40, salt=b's').replica for number in range(50)]}\n" == done.stdout
+    prompts = [[number % 3] * 40 + [number] * 40 for number in range(90)]
+    routes = [router.route(prompt, salt=b"s") for prompt in prompts * 2]
+    assert {1, 3} == {route.pages for route in routes}
+    assert f"{[(route.replica, route.pages, route.key) for route in routes]}\n" == done.stdout
+
+
+def test_salts_of_strangers_fill_no_memory():
+    """A salt or an adapter's name comes from a request, however long: only short ones are remembered."""
+    router = Router(FOUR, SMALL)
+    salts = [bytes([number]) * 100_000 for number in range(100)]
+    tracemalloc.start()
+    try:
+        keys = {router.route([1, 2], salt=salt + b"!", adapter=salt + b"!").key for salt in salts}
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 100 == len(keys)
+    assert held < 1_000_000
 
 
 # ---------------------------------------------------------------------- replicas come and go
@@ -209,6 +235,16 @@ def test_a_prompt_that_ends_in_what_all_share_is_spread():
     routes = [router.route([*prompt(1, 2), number]) for number in range(200)]
     assert {0} == {route.pages for route in routes}
     assert set(FOUR) == {route.replica for route in routes}
+
+
+def test_a_prompt_that_does_not_reach_the_depth_that_is_said_keeps_its_replica():
+    """Equal ones have what each other has, so they wait for it as others do; a prompt of no page has nothing."""
+    router = Router(FOUR, RoutingSettings(page_size=PAGE, depth=3, guard=Guard(slack=4)))
+    for ids, stays in ((prompt(1, 2, rest=5), True), ([1, 2], False)):
+        target = router.route(ids).replica
+        router.begin(target)
+        assert stays == (target == router.route(ids).replica)
+        router.end(target)
 
 
 def test_a_depth_that_is_said_is_kept():

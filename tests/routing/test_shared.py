@@ -29,7 +29,7 @@ class Naive:
         self.now, self.prompts = 0, list[list[int]]()
         self.seen: dict[int, tuple[float, int]] = {}
         self.branches: dict[int, set[int]] = {}
-        self.common: set[int] = set()
+        self.common: dict[int, Sequence[int]] = {}
         self.known: set[int] = set()
         self.met: set[int] = set()
         self.began = self.back = 64.0
@@ -40,11 +40,11 @@ class Naive:
         for depth, name in enumerate(names[:-1], 1):
             share = self.count(name) / self.now_all()
             if len(self.branches.setdefault(name, set())) >= 2:
-                kept = name in self.common and share >= 1 / 256
-                self.common.discard(name)
+                kept = self.common.pop(name, None) is not None and share >= 1 / 256
                 if kept or (share >= 1 / 64 and len(self.branches[name]) >= 8):
-                    self.common.add(name)
-                    common = depth
+                    self.common[name] = names[:depth]
+            if share >= 1 / 256 and any(name in prefix for prefix in self.common.values()):
+                common = depth
             self.branches[name].add(names[depth])
         if names[-1] not in self.known:
             if names[common] not in self.known:
@@ -96,6 +96,31 @@ def test_a_system_prompt_that_came_alone_first_is_common_too():
     tree = SharedPrefixes()
     tree.learn(named(1, 1))
     assert 2 == [tree.learn(named(1, 1, 100 + number)).common for number in range(12)][-1]
+
+
+def test_what_a_common_prefix_begins_with_is_common_too():
+    """Who ends within it, or leaves it early, has pages that everybody has: those behind decide, if there are any."""
+    tree = SharedPrefixes()
+    for number in range(30):
+        for variant in (3, 4):
+            tree.learn(named(1, 1, 2, variant, variant, 100 + number))
+    assert [1, 2, 3, 4] == [tree.learn(named(1, 1, 2, 3)[:depth]).common for depth in (1, 2, 3, 4)]
+    assert 2 == tree.learn(named(1, 1, 7, 8)).common
+    assert 3 == tree.learn(named(1, 1, 2, 7, 8)).common
+    assert 4 == tree.learn(named(1, 1, 2, 3, 7, 8)).common
+    check(tree)
+
+
+def test_what_it_begins_with_is_common_no_longer_than_it_is_asked_for():
+    """A common prefix that nobody asks for is not looked at again; its beginning counts by its own share."""
+    tree = SharedPrefixes()
+    for number in range(30):
+        for variant in (3, 4):
+            tree.learn(named(1, variant, 100 + number))
+    assert 1 == tree.learn(named(1, 5, 6)).common
+    for number in range(9_000):
+        tree.learn(named(2, number % 700))
+    assert 0 == tree.learn(named(1, 5, 6)).common
 
 
 def test_a_session_that_was_tried_again_stays_together():
@@ -186,6 +211,9 @@ def nodes(tree: SharedPrefixes) -> list[Node]:
 def check(tree: SharedPrefixes) -> None:
     """It hangs together: stretches are not empty, inner nodes part prompts, leaves are those that may be forgotten."""
     found = nodes(tree)
+    for node in found:
+        own = node.common and node is not found[0]
+        assert node.commons == own + sum(child.commons for child in node.children.values())
     for node in found[1:]:
         assert node.parent is not None and node.parent.children[node.names[0]] is node and len(node.names)
         assert len(node.children) != 1 or node.common or node.at < tree._now
