@@ -7,6 +7,7 @@ known; afterwards it is read no oftener.  Nor is one so often that its reads tak
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from threading import Lock
 
@@ -94,7 +95,7 @@ class Track:
             self.changes += 1
             self._changed_s.append(self._clock())
         self._seen = answer
-        gaps = [after - before for before, after in zip(self._changed_s, self._changed_s[1:], strict=False)]
+        gaps = [after - before for before, after in pairwise(self._changed_s)]
         if len(gaps) >= GAPS_MIN:
             self.update_s = median(gaps)
         return True

@@ -6,6 +6,7 @@ Must not know NVML or the host: the counters here are functions of a test's cloc
 import math
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ class Probe:
 
     def gaps(self, since_s: float) -> list[float]:
         times = [time_s for time_s in self.times_s if time_s >= since_s]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in pairwise(times)]
 
 
 class Costs:
@@ -343,7 +344,7 @@ def test_memory_is_bounded_and_the_whole_run_stays_in_sight():
         series.add(float(number), (float(number % 7),))
     kept = series.kept()
     assert 8 <= len(kept.times_s) <= 16
-    steps = {after - before for before, after in zip(kept.times_s, kept.times_s[1:], strict=False)}
+    steps = {after - before for before, after in pairwise(kept.times_s)}
     assert {float(kept.stride)} == steps and 0.0 == kept.times_s[0] and kept.times_s[-1] >= 10_000 - 2 * kept.stride
     sums = kept.sums[0]
     assert (10_000, 0.0, 6.0) == (sums.samples, sums.least, sums.most)
@@ -359,10 +360,10 @@ def test_sums_are_those_of_all_samples(values: list[int | None], samples_max: in
     assert (len(known), len(values) - len(known)) == (told.samples, told.missing)
     assert (min(known, default=None), max(known, default=None)) == (told.least, told.most)
     assert told.mean == (pytest.approx(sum(known) / len(known)) if known else None)
-    pairs = list(zip(values, values[1:], strict=False))
+    pairs = list(pairwise(values))
     assert told.area == pytest.approx(sum(a + b for a, b in pairs if a is not None and b is not None))
     assert sum(a is not None and b is None for a, b in pairs) == told.breaks
-    falls = sum(b < a for a, b in zip(known, known[1:], strict=False))
+    falls = sum(b < a for a, b in pairwise(known))
     assert (falls, None if falls or not known else known[-1] - known[0]) == (told.falls, told.rise)
     kept = series.kept()
     assert len(kept.times_s) <= samples_max
