@@ -150,6 +150,17 @@ def test_joules_of_prompt_tokens_between_two_readings():
     assert 500.0 * 5 / 50 == pytest.approx(told.value, abs=1.0)
 
 
+def test_reading_is_of_the_moment():
+    """Work that ends between two samples takes its energy along: the counter is asked, not the last sample."""
+    clock = TestClock()
+    moment = always(5_000_000)
+    library = Recording(clock, healthy(nvmlDeviceGetTotalEnergyConsumption=lambda now_s: moment(now_s)))
+    with MachineTelemetry(library=library, clock=clock, cpu_clock=lambda: 0.0, stopping=clock) as telemetry:
+        before = telemetry.energy()
+        moment = always(5_777_000)
+        assert 777.0 == (telemetry.energy().counter_j or 0.0) - (before.counter_j or 0.0)
+
+
 def test_without_an_energy_counter_power_is_added_up():
     """Labelled so, with the reason in the counter's series; as before Volta."""
     run = Run(healthy(nvmlDeviceGetTotalEnergyConsumption=Fails(pynvml.NVML_ERROR_NOT_SUPPORTED)), marks=(2.0, 7.0))
