@@ -159,15 +159,17 @@ def test_system_without_proc_says_which_file_is_missing(tmp_path: Path):
 
 
 def fake_proc(folder: Path) -> Path:
-    """Process 10 with threads 10 and 11; child 20 of the second thread; 30, a grandchild, is a zombie; 40 has ended."""
-    for pid, threads in ((10, {10: "", 11: "20 40"}), (20, {20: "30"}), (30, {30: ""})):
+    """Process 10 has a child of each of its two threads; 30, a grandchild, is a zombie; 40 has ended."""
+    for pid, threads in ((10, {10: "21", 11: "20 40"}), (20, {20: "30"}), (21, {21: ""}), (30, {30: ""})):
         for thread, children in threads.items():
             (folder / f"{pid}/task/{thread}").mkdir(parents=True)
             (folder / f"{pid}/task/{thread}/children").write_text(children)
     fields = "1 1 1 0 -1 0 100 7 5 3 250 50 20 10 20 0 1 0 99 5000000 25"
     (folder / "20/stat").write_text(f"20 (a name) (with) brackets) S {fields} 0 0\n")
+    (folder / "21/stat").write_text("21 (plain) R 10 1 1 0 -1 0 2000 0 0 0 1000 0 0 0 20 0 1 0 99 0 4 0 0\n")
     (folder / "30/stat").write_text("30 (gone) Z 20 1 1 0 -1 0 1 0 0 0 100 0 0 0 20 0 1 0 99 0 0 0 0\n")
     (folder / "20/smaps_rollup").write_text("0-1 ---p 0 00:00 0 [rollup]\nRss: 300 kB\nPss: 200 kB\nPss_Anon: 9 kB\n")
+    (folder / "21/smaps_rollup").write_text("Pss: 16 kB\n")
     (folder / "30/smaps_rollup").write_text("")
     return folder
 
@@ -178,9 +180,9 @@ def test_numbers_are_taken_from_the_right_places(tmp_path: Path, monkeypatch: py
     of = Host(fake_proc(tmp_path), pid=10)
     ticks, page_nbytes = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     cpu, minor, major, count, resident = counters(of)["children_cpu_s"].read()
-    assert cpu == pytest.approx(1.0 + (250 + 50 + 20 + 10 + 100) / ticks)
-    assert (1000 + 100 + 7 + 1, 10 + 5 + 3, 2, 25 * page_nbytes) == (minor, major, count, resident)
-    assert (200 * 1024,) == counters(of)["children_pss_nbytes"].read()
+    assert cpu == pytest.approx(1.0 + (250 + 50 + 20 + 10 + 1000 + 100) / ticks)
+    assert (1000 + 100 + 7 + 2000 + 1, 10 + 5 + 3, 3, 29 * page_nbytes) == (minor, major, count, resident)
+    assert (216 * 1024,) == counters(of)["children_pss_nbytes"].read()
 
 
 def test_kernel_that_does_not_list_children_says_so(tmp_path: Path):
