@@ -44,7 +44,7 @@ class Settings:
     samples_max: samples that are kept of each, 16 to 48 bytes a sample.
     """
 
-    interval_s: float = 0.1
+    interval_s: float = 0.2
     probe_s: float = 1.5
     samples_max: int = 4096
 

@@ -3,7 +3,7 @@
 Must not know what is counted, or which thread asks.
 
 A counter that changes at a pace of its own is read again and again before the run, until the time between changes is
-known; afterwards it is read no oftener.  Nor is one so often that its reads take more than 1 / 2,000 of a core.
+known; afterwards it is read no oftener.  Nor is one so often that its reads take more than 1 / 5,000 of a core.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from kvkeep.telemetry.counters import Answer, Counter, CounterMissing, NoAnswer
 from kvkeep.telemetry.series import Series
 
 #: Of the time, that a counter's reads may take: of a processor, and of waiting until a window is over.
-CPU_SHARE_MAX = 0.0005
+CPU_SHARE_MAX = 0.0002
 WINDOW_SHARE_MAX = 0.1
 #: The time between changes is the median of what lies between so many; of fewer gaps than two it is not told.
 CHANGES_WANTED = 9

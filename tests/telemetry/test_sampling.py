@@ -136,7 +136,7 @@ def test_counter_of_the_moment_is_not_looked_at_for_a_pace():
 
 
 def test_reads_that_cost_much_are_seldom():
-    """A read of 1 ms of processor time comes each 2 s at most; one that is slow once does not make a slow counter."""
+    """A read of 1 ms of processor time comes each 5 s at most; one that is slow once does not make a slow counter."""
     clock = TestClock()
     dear, cheap = Probe(clock, step(0.1), updates="live", cpu_s=1e-3), Probe(clock, step(0.1), name="b", updates="live")
     made = sampler(clock, [dear, cheap])
@@ -144,12 +144,12 @@ def test_reads_that_cost_much_are_seldom():
     began_s = clock()
     made.start()
     clock.run_to(began_s + 10.0)
-    cheap.cpu_s = 5e-3
+    cheap.cpu_s = 10e-3
     clock.run_to(began_s + 10.1)
     cheap.cpu_s = 20e-6
     clock.run_to(began_s + 20.0)
     made.stop()
-    assert min(dear.gaps(began_s)[:-1]) >= 2.0 and max(dear.gaps(began_s)) < 2.1
+    assert min(dear.gaps(began_s)[:-1]) >= 5.0 and max(dear.gaps(began_s)) < 5.1
     assert max(cheap.gaps(began_s)) < 0.11
 
 
