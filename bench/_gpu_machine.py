@@ -33,12 +33,15 @@ class PinningApi(Api, Protocol):
 
 class Machine(Protocol):
     """A device.   api: what copies are made with.   torch_device: where its memory is for torch.
+    nvml_device: what NVML calls it, see `kvkeep.telemetry.nvml.open_device`.
     calls: names of the calls that `api` has made, while it is a list."""
 
     @property
     def api(self) -> PinningApi: ...
     @property
     def torch_device(self) -> str: ...
+    @property
+    def nvml_device(self) -> int | str: ...
 
     calls: list[str] | None
 
@@ -83,6 +86,9 @@ class CudaMachine:
         torch.zeros(1, device=f"cuda:{index}")  # torch makes its context before anything is measured
         self.api = RecordingApi(index)
         self.torch_device = f"cuda:{index}"
+        # NVML and CUDA do not count devices alike.
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        self.nvml_device: int | str = index if uuid is None else f"GPU-{uuid}"
         self._cycles_per_s = self._measure_cycles()
 
     @property

@@ -17,8 +17,10 @@ from bench._gpu_machine import Machine, PlainCopies
 from bench._gpu_path import Sizes as PathSizes
 from bench._gpu_path import control, host_hits, walk
 from bench._measure import SPIN_QUIET_US
+from bench._telemetry import with_telemetry
 from kvkeep.benching import median, p99, spin_us
 from kvkeep.report import JsonValue, Metric, Report
+from kvkeep.telemetry.machine import MachineTelemetry
 from kvkeep.tiers.layout import PageLayout
 from kvkeep.transfer.cuda_api import CudaFault
 from kvkeep.transfer.cuda_ways import WAYS
@@ -117,6 +119,15 @@ def check(machine: Machine, sizes: Sizes, deadline: float) -> Report:
     return Report("bench gpu_check", not missed, metrics, [{"metric": "machine", **device}, *rows])
 
 
+def watched(machine: Machine, sizes: Sizes, deadline: float) -> Report:
+    """`check`, and beside it the telemetry of the device and of the host."""
+    with MachineTelemetry(device=machine.nvml_device) as telemetry:
+        report = check(machine, sizes, deadline)
+    report = with_telemetry(report, telemetry)
+    print(line(dict(report.rows[-1])))
+    return report
+
+
 def line(row: Row) -> str:
     """A row of the table; what has no number says its words."""
     value, bound, ratio = (_cell(row.get(key)) for key in ("value", "bound", "of_floor"))
@@ -130,9 +141,9 @@ def _cell(value: JsonValue) -> str:
 
 
 def _guarded(part: "Part", machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
-    """The part's rows, and how long it took; one that says what went wrong where it did."""
+    """The part's rows, when it began and how long it took; one that says what went wrong where it did."""
     name = part.__name__.strip("_")
-    began = time.monotonic()
+    began, began_s = time.monotonic(), time.perf_counter()
     if began >= deadline:
         yield {"metric": name, "note": "not run: the time was over", "reached": False}
         return
@@ -141,7 +152,8 @@ def _guarded(part: "Part", machine: Machine, sizes: Sizes, deadline: float) -> I
     except Exception as error:  # whatever it is, the parts behind it are still worth the machine's time
         traceback.print_exc()
         yield {"metric": name, "note": f"{type(error).__name__}: {' '.join(str(error).split())}", "reached": False}
-    yield {"metric": f"{name}_s", "value": round(time.monotonic() - began, 2), "unit": "s"}
+    took: Row = {"metric": f"{name}_s", "value": round(time.monotonic() - began, 2), "unit": "s"}
+    yield {**took, "began_s": round(began_s, 6)}  # on the clock of the telemetry's series
 
 
 # ---------------------------------------------------------------------- the parts

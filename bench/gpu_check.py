@@ -52,10 +52,10 @@ def run(arguments: list[str]) -> "Report":
     if lacking is not None:
         raise BadInput(lacking)
     from bench._gpu_machine import CudaMachine
-    from bench._gpu_parts import FULL, QUICK, check
+    from bench._gpu_parts import FULL, QUICK, watched
 
     deadline = began + 60 * options.minutes
-    return check(CudaMachine(), QUICK if options.quick else FULL, deadline)
+    return watched(CudaMachine(), QUICK if options.quick else FULL, deadline)
 
 
 def main(arguments: list[str]) -> int:

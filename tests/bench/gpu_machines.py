@@ -55,6 +55,7 @@ class CpuMachine:
     """A machine whose device memory is in the host's, copied by the CUDA backend or by the host's."""
 
     torch_device = "cpu"
+    nvml_device = 0
 
     def __init__(self, api: NotingDevice | None = None, *, host_backend: bool = False) -> None:
         self.api: Any = api or NotingDevice()

@@ -252,6 +252,28 @@ def test_parts_beyond_the_time_are_missed():
     assert {"not run: the time was over"} == {row["note"] for row in report.rows[1:]}
 
 
+# ---------------------------------------------------------------------- telemetry beside it
+
+
+def test_telemetry_lies_beside_the_parts(capsys: pytest.CaptureFixture[str]):
+    """The device or why there is none, and the host's side; a part's beginning lies on the clock of the series."""
+    before, parts.PARTS = parts.PARTS, (parts._pinning,)
+    try:
+        report = parts.watched(CpuMachine(), TINY, time.monotonic() + 600)
+    finally:
+        parts.PARTS = before
+    row = rows_of(report)["telemetry"]
+    told = row["telemetry"]
+    assert report.ok and row["note"] in capsys.readouterr().out
+    assert told["began_s"] <= rows_of(report)["pinning_s"]["began_s"] <= told["ended_s"]
+    assert {"host_rss_nbytes", "host_cpu_s"} <= {one["name"] for one in told["series"]}
+    assert "s" == report.metrics["telemetry_host_cpu_s"].unit and report.metrics["telemetry_host_cpu_s"].value
+    assert "pin_s_per_gib" in report.metrics
+    if not told["nvml"]["present"]:
+        assert None is report.metrics["telemetry_gpu_energy_j"].value and "here" in row["note"]
+    json.dumps(report.to_json(), allow_nan=False)
+
+
 # ---------------------------------------------------------------------- commands of their own
 
 

@@ -39,6 +39,7 @@ from tests.planted import (
     serving,
     sizes,
     slots,
+    telemetry,
     tiers,
     traffic,
     transfer,
@@ -74,6 +75,7 @@ BUGS: tuple[Bug, ...] = (
     *serving.BUGS,
     *vllm.BUGS,
     *routing.BUGS,
+    *telemetry.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
