@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, bugs: Sequence[Bug] = BUGS, roo
     for bug in missing:
         print(f"left out           {bug.id}: {bug.needs} is not installed in this environment", flush=True)
     chosen = [bug for bug in chosen if bug not in missing]
-    if not sound(chosen, root, options.limit):
+    if not sound(chosen, root, options.limit, options.jobs if len(chosen) > FEW else 1):
         return 1
     caught = 0
     modules = (*LARGE, *VLLM) if options.needing == "vllm" else LARGE
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str] | None = None, bugs: Sequence[Bug] = BUGS, roo
     return 0 if caught == len(chosen) else 1
 
 
-def sound(chosen: Sequence[Bug], root: Path, limit_s: float) -> bool:
+def sound(chosen: Sequence[Bug], root: Path, limit_s: float, processes: int) -> bool:
     """Whether the tests named pass without a bug: a test that fails anyway catches nothing."""
     nodes = sorted({node for bug in chosen if applies(bug, root) for node in bug.caught_by})
     if not nodes:
         return True
     with copy_of(root) as copy:
-        status, output = run_tests(copy, nodes, limit_s * max(1, len(nodes)))
+        status, output = run_tests(copy, nodes, limit_s * max(1, len(nodes)), processes)
     if status != 0:
         print(output)
         print("the tests named in the list do not pass without a bug planted", file=sys.stderr)

@@ -57,9 +57,10 @@ class Nursery:
         self._process.wait()
 
 
-def arguments(nodes: Sequence[str]) -> list[str]:
+def arguments(nodes: Sequence[str], processes: int = 1) -> list[str]:
     """pytest's, for tests of a copy with a bug."""
-    options = ["-x", "-q", "-m", "", "--tb=short", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-x", "-q", "-m", "", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
+    options += ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else ["-p", "no:xdist"]
     return [*options, "-p", "tests.planted.guard", *nodes]
 
 

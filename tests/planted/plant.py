@@ -103,9 +103,9 @@ def copy_of(root: Path) -> Iterator[Path]:
         yield copy
 
 
-def run_tests(copy: Path, nodes: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-    """Exit status (None: out of time) and output of the tests, run on the copy in a process of their own."""
-    command = [sys.executable, "-m", "pytest", *arguments(nodes)]
+def run_tests(copy: Path, nodes: Sequence[str], limit_s: float, processes: int = 1) -> tuple[int | None, str]:
+    """Exit status (None: out of time) and output of the tests, run on the copy in processes of their own."""
+    command = [sys.executable, "-m", "pytest", *arguments(nodes, processes)]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     process = subprocess.Popen(
         command,

@@ -182,7 +182,7 @@ BUGS: tuple[Bug, ...] = (
         (FORKS + "test_forks_are_off_unless_they_are_asked_for",),
     ),
     Bug(
-        "fork-stores-under-its-label",
+        "fork-does-not-count-its-pages",
         RESHAPING,
         "        self._ledger.retain(shared, number)\n",
         "",
