@@ -46,11 +46,17 @@ def run(arguments: list[str]) -> Report:
             print(_proxy_line(row))
         rows += proxy_rows
         metrics |= _proxy_metrics(proxied) | {"spin_us": before}
-    missed = [f"{row['metric']} {row.get('traffic', '')}".strip() for row in rows if row.get("reached") is False]
+    missed = [_name(row) for row in rows if row.get("reached") is False]
     for name, metric in metrics.items():
         print(f"{name} {metric.value}")
     print(f"limits missed: {', '.join(missed) or 'none'}")
     return Report("bench routing", not missed, metrics, rows)
+
+
+def _name(row: dict[str, JsonValue]) -> str:
+    if row["metric"] != "routing":
+        return str(row["metric"])
+    return f"{row['traffic']} on {row['replicas']} of {row['tokens_each']:,} tokens"
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -82,8 +88,7 @@ def _lines(one: Found) -> Iterator[str]:
     fleet = one.fleet
     yield (
         f"{one.traffic}: {one.requests:,} requests, {one.per_s:.3g} sessions a second, {fleet.replicas} replicas of "
-        f"{fleet.tokens_each:,} tokens, longest session "
-        f"{one.longest_tokens:,}"
+        f"{fleet.tokens_each:,} tokens, longest session {one.longest_tokens:,}"
     )
     for name, out in one.outcomes.items():
         verdict = "" if name != KVKEEP else "reached" if one.reached else "NOT REACHED"

@@ -52,7 +52,8 @@ class Calls:
     def __init__(self) -> None:
         self._chosen: OrderedDict[int, Chosen] = OrderedDict()  # by the object's `id`, chosen first first
         self._runs: Counter[tuple[str, str]] = Counter()  # by id and replica
-        self._early: OrderedDict[tuple[str, str], float] = OrderedDict()  # said to have ended before it had begun
+        # How many were said to have ended before they were said to have begun, and when that was last heard.
+        self._early: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
         self.count: Counter[str] = Counter()
 
     def chosen(self, pending: PendingRequest, order: list[str]) -> None:
@@ -65,7 +66,7 @@ class Calls:
         long_ago_s = time.monotonic() - BEGINS_MAX_S
         while self._chosen and next(iter(self._chosen.values())).since_s < long_ago_s:
             self._forget(next(iter(self._chosen)))
-        while self._early and next(iter(self._early.values())) < long_ago_s:
+        while self._early and next(iter(self._early.values()))[1] < long_ago_s:
             self._early.popitem(last=False)
         found = self._chosen.get(id(pending))
         return None if found is None else found.order
@@ -74,7 +75,10 @@ class Calls:
         """It runs there, which need not be where it was sent first."""
         self._forget(id(pending))
         run = pending.metadata.internal_request_id, replica
-        if self._early.pop(run, None) is None:
+        early, heard_s = self._early.pop(run, (0, 0.0))
+        if early > 1:
+            self._early[run] = early - 1, heard_s
+        if not early:
             self._runs[run] += 1
             self.count[replica] += 1
 
@@ -89,8 +93,7 @@ class Calls:
                 if one.pending.metadata.internal_request_id == call:
                     self._forget(key)
                     break
-            self._early[run] = time.monotonic()
-            self._early.move_to_end(run)
+            self._early[run] = self._early.pop(run, (0, 0.0))[0] + 1, time.monotonic()
 
     def _forget(self, key: int) -> None:
         if key in self._chosen:

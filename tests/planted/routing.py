@@ -432,8 +432,7 @@ BUGS: tuple[Bug, ...] = (
         "ray-takes-calls-of-one-request-for-one",
         RAY,
         "        found = self._chosen.get(id(pending))\n",
-        "        found = next((one for one in self._chosen.values() if one.pending.metadata.internal_request_id == "
-        "pending.metadata.internal_request_id), None)\n",
+        "        found = next((one for one in self._chosen.values() if one.pending.metadata == pending.metadata), None)\n",
         (RAY_TESTS + "test_calls_are_counted_from_the_choice_to_the_end",),
         needs="ray",
     ),
@@ -448,8 +447,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ray-counts-on-what-ended-before-it-began",
         RAY,
-        "if self._early.pop(run, None) is None:",
-        "if self._early.pop(run, None) is None or True:",
+        "        if not early:\n",
+        "        if early < 2:\n",
         (RAY_TESTS + "test_calls_are_counted_from_the_choice_to_the_end",),
         needs="ray",
     ),
