@@ -233,7 +233,7 @@ def seal_chain(pages: int, times: int, fresh_memory: bool = False) -> Sample:
         tree.clear()
         if not fresh_memory:
             for ids in distinct_chains(times, pages, PAGE, 8):
-                tree.offer(store.put(ids)[-1])
+                tree.offer(store.put(ids)[-1:])
         out = []
         for ids, its_names in zip(chains, given, strict=True):
             raw = ids.data.cast("B")
@@ -304,7 +304,7 @@ class FullPool:
             self.ledger.seal(pages, 0)
             self.tree.insert(self.tree.root(self.identity), its_names, ids.data.cast("B"), pages)
             self.ledger.release(pages, 0)
-            self.tree.offer(pages[-1])
+            self.tree.offer(pages[-1:])
         assert not self.ledger.free and not self.ledger.held
 
     def take(self, count: int, times: int) -> Sample:

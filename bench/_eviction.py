@@ -50,7 +50,7 @@ class ManyRuns:
         raw = self.random.integers(0, 128_000, count * PAGE, dtype=np.int32).data.cast("B")
         self.tree.insert(self.tree.root(self.identity), names, raw, pages)
         self.ledger.release(pages, 0)
-        self.tree.offer(pages[-1])
+        self.tree.offer(pages[-1:])
         place = self.tree.place(pages[-1])
         assert place is not None
         self.used(place, 0, names, NO_STAMP)

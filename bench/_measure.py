@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
+from typing import Literal
 
-from kvkeep.benching import median, p99, spin_us
-from kvkeep.cli import Parser
+from kvkeep.benching import median, p90, p99, spin_us, summary
+from kvkeep.benching.results import SMOKE
+from kvkeep.benching.samples import ratio
+from kvkeep.parsing import Parser
 from kvkeep.report import JsonValue, Metric
 
 #: The spin of a quiet machine of the kind that the limits were set on.
@@ -45,11 +48,12 @@ class Case:
 
 @dataclass(slots=True)
 class Measured:
-    """A case's samples, and the spins beside them."""
+    """A case's samples, and the spins beside them.   rounds: the same samples by round."""
 
     case: Case
     samples: list[float] = field(default_factory=list)
     spins: list[float] = field(default_factory=list)
+    rounds: list[list[float]] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -59,8 +63,13 @@ class Measured:
     def spin(self) -> float:
         return median(self.spins)
 
-    def metric(self) -> Metric:
-        return Metric(round(self.median, 4), self.case.unit, p99=round(p99(self.samples), 4), samples=len(self.samples))
+    def metric(self, digits: int = 4) -> Metric:
+        """Median, tails, spread, and the interval over rounds."""
+        return summary(self.samples, self.case.unit, groups=self.rounds or None, digits=digits)
+
+    def over(self, other: "Measured", better: Literal["lower", "higher"] | None = None, digits: int = 4) -> Metric:
+        """The ratio of the two medians, with its interval: rounds are drawn together."""
+        return ratio(self.rounds or [self.samples], other.rounds or [other.samples], better, digits=digits)
 
     def bound(self, others: "dict[str, Measured]") -> float | None:
         """What the median must not exceed in this run."""
@@ -74,7 +83,7 @@ def case_parser(name: str) -> Parser:
     made = Parser(
         prog=f"kvkeep bench {name}", allow_abbrev=False, epilog="--json FILE writes the result as JSON to FILE."
     )
-    made.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean little")
+    made.add_argument(*SMOKE, action="store_true", dest="smoke", help="a run of seconds; its figures mean little")
     return made
 
 
@@ -88,7 +97,8 @@ def measure(cases: Sequence[Case], rounds: int) -> dict[str, Measured]:
             for case in cases:
                 entry = measured[case.name]
                 entry.spins.append(_spin())
-                entry.samples.extend(case.sample())
+                entry.rounds.append(list(case.sample()))
+                entry.samples.extend(entry.rounds[-1])
     return measured
 
 
@@ -100,6 +110,7 @@ def row(entry: Measured, others: dict[str, Measured]) -> dict[str, JsonValue]:
         "what": case.what,
         "unit": case.unit,
         "median": round(entry.median, 4),
+        "p90": round(p90(entry.samples), 4),
         "p99": round(p99(entry.samples), 4),
         "samples": len(entry.samples),
         "spin_us": round(entry.spin, 1),
