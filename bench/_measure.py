@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Literal
 
@@ -18,7 +19,7 @@ from kvkeep.benching import median, p90, p99, spin_us, summary
 from kvkeep.benching.results import SMOKE
 from kvkeep.benching.samples import ratio
 from kvkeep.parsing import Parser
-from kvkeep.report import JsonValue, Metric
+from kvkeep.report import JsonValue, Metric, checkout_root
 
 #: The spin of a quiet machine of the kind that the limits were set on.
 SPIN_QUIET_US = 300.0
@@ -85,6 +86,22 @@ def case_parser(name: str) -> Parser:
     )
     made.add_argument(*SMOKE, action="store_true", dest="smoke", help="a run of seconds; its figures mean little")
     return made
+
+
+def beside_checkout() -> Path | None:
+    """The recorded traces beside the checkout; None where there are none."""
+    root = checkout_root()
+    beside = None if root is None else root.parent / "shared" / "traces"
+    return beside if beside is not None and beside.is_dir() else None
+
+
+def traces_folder(parser: Parser, said: Path | None) -> Path | None:
+    """The recorded traces: where --traces said, or beside the checkout; None where there are none."""
+    if said is None:
+        return beside_checkout()
+    if not said.is_dir():
+        parser.error(f"--traces {said}: there is no such folder; name the one with mini_swe_500 in it")
+    return said
 
 
 def measure(cases: Sequence[Case], rounds: int) -> dict[str, Measured]:

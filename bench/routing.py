@@ -11,14 +11,14 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench._measure import SPIN_QUIET_US, case_parser
+from bench._measure import SPIN_QUIET_US, case_parser, traces_folder
 from bench._proxied import OFFERED_PER_S, Proxied, measure_proxy
 from bench._routing_cases import KVKEEP, Found, find, fleets
 from bench._stub_replica import PIECE_EVERY_S
 from kvkeep.benching import median, p99, spin_us, summary
 from kvkeep.benching.record import work_checksum
 from kvkeep.benching.samples import Interval
-from kvkeep.report import JsonValue, Metric, Report, checkout_root
+from kvkeep.report import JsonValue, Metric, Report
 
 #: Why `bench all` leaves it out.
 LONG = "8 minutes of simulated fleets: kvkeep bench routing"
@@ -66,12 +66,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="the recorded traces (../shared/traces)")
     parser.add_argument("--only", choices=("simulation", "proxy"), help="one of the two parts")
     options = parser.parse_args(arguments)
-    if options.traces is None:
-        root = checkout_root()
-        beside = None if root is None else root.parent / "shared" / "traces"
-        options.traces = beside if beside is not None and beside.is_dir() else None
-    elif not options.traces.is_dir():
-        parser.error(f"--traces {options.traces}: there is no such folder; name the one with mini_swe_500 in it")
+    options.traces = traces_folder(parser, options.traces)
     return options
 
 
