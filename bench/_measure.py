@@ -8,6 +8,7 @@ median of those timed right before each of its rounds, and its limit is `limit *
 """
 
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from kvkeep.report import JsonValue, Metric, checkout_root
 #: The spin of a quiet machine of the kind that the limits were set on.
 SPIN_QUIET_US = 300.0
 SPINS = 5
+
+#: What the embedded engine is made of.
+ENGINE = ("torch", "transformers", "tokenizers", "gguf")
 
 now_ns = perf_counter_ns
 
@@ -102,6 +106,12 @@ def traces_folder(parser: Parser, said: Path | None) -> Path | None:
     if not said.is_dir():
         parser.error(f"--traces {said}: there is no such folder; name the one with mini_swe_500 in it")
     return said
+
+
+def lacking(modules: Sequence[str], extra: str) -> str | None:
+    """Which of these modules are not installed, and the extra that has them; None when all are there."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{', '.join(absent)} not installed: pip install 'kvkeep[{extra}]'" if absent else None
 
 
 def measure(cases: Sequence[Case], rounds: int) -> dict[str, Measured]:

@@ -91,15 +91,25 @@ class Held:
         return [answer.output_ids for answer in self.alone]
 
 
-def hold(name: str, engine: "Engine", conversations: Sequence[Conversation], turns: int, new_tokens: int) -> Held:
-    """Lets the engine answer turn by turn, the sessions in rotation, so that each next prompt has its own answers."""
+def hold(
+    name: str,
+    engine: "Engine",
+    conversations: Sequence[Conversation],
+    turns: int,
+    new_tokens: int,
+    salts: Sequence[bytes] = (),
+) -> Held:
+    """Lets the engine answer turn by turn, the sessions in rotation, so that each next prompt has its own answers.
+
+    salts: of the sessions; none: they have none, and share what they begin with.
+    """
     from kvkeep.engine.asking import ask
 
     asks, answers = [], []
     for turn in range(turns):
         for session, conversation in enumerate(conversations):
             prompt = tuple(conversation.next_prompt())
-            answer = ask(engine, prompt, new_tokens)
+            answer = ask(engine, prompt, new_tokens, salt=salts[session] if salts else b"")
             conversation.answered(answer.output_ids)
             asks.append(Ask(session, turn, prompt))
             answers.append(answer)

@@ -30,7 +30,7 @@ from bench._agent_figures import (
     ttft_ratio,
 )
 from bench._load import Arrivals, Slo, poisson, recorded
-from bench._measure import SPIN_QUIET_US, case_parser, traces_folder
+from bench._measure import ENGINE, SPIN_QUIET_US, case_parser, lacking, traces_folder
 from bench._sessions import Held, Recorded, has_swe, hold, random_conversations, real_conversations, recorded_swe
 from bench._vllm_workloads import Workload
 from kvkeep.benching import spin_us
@@ -75,6 +75,11 @@ FULL = Sizes("smollm2-135m", 128, 8, 3, 16, (0.7, 2.0), 5, 5, 4000, 1, 1.5, Slo(
 SMOKE = Sizes("stories260k", 16, 6, 3, 4, (0.7, 2.0), 3, 3, 480, 16, 1.5, Slo(ttft_s=0.05, itl_s=0.02))
 #: Of the random sessions of a smoke run: tokens that all share, and tokens that a turn brings.
 SMOKE_SHARED, SMOKE_GROWTH = 96, 48
+
+
+def missing() -> str | None:
+    """What is not installed here."""
+    return lacking(ENGINE, "engine")
 
 
 def run(arguments: list[str]) -> Report:

@@ -9,7 +9,7 @@ The report is ok when an agreement takes at most 1 ms longer, at the median, tha
 
 import argparse
 
-from bench._measure import case_parser, table
+from bench._measure import case_parser, lacking, table
 from bench._ranks import Rounds, timed
 from kvkeep.benching import median, p99, spin_us, summary
 from kvkeep.benching.record import work_checksum
@@ -24,6 +24,11 @@ WHAT = {
     "run": "the same, until every rank may run it: with the next poll",
     "extend": "one page more on every rank",
 }
+
+
+def missing() -> str | None:
+    """What is not installed here."""
+    return lacking(("torch",), "engine")
 
 
 def run(arguments: list[str]) -> Report:

@@ -15,7 +15,7 @@ from bench import _budget as budgets
 from bench import _digests as cases
 from bench import _encoders as encoders
 from bench import _outputs as outputs
-from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, measure, row, table
+from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, lacking, measure, row, table
 from kvkeep.benching import summary
 from kvkeep.benching.record import work_checksum
 from kvkeep.benching.samples import exact
@@ -52,6 +52,11 @@ PARTS = (0.5, 0.75)
 
 #: What is held against the limit: here the content lies as it is digested, and nothing has to be decoded.
 JUDGED = ("bytes", "file", "array", "tensor")
+
+
+def missing() -> str | None:
+    """What is not installed here."""
+    return lacking(("torch",), "engine")
 
 
 def run(arguments: list[str]) -> Report:

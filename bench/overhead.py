@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from bench._measure import case_parser, quiet_gc
+from bench._measure import ENGINE, case_parser, lacking, quiet_gc
 from kvkeep.benching import median, p90, p99, spin_us
 from kvkeep.benching.record import work_checksum
 from kvkeep.benching.samples import summary
@@ -70,6 +70,11 @@ class Asked:
     wall_s: float
     cpu_s: float
     output_ids: tuple[int, ...]
+
+
+def missing() -> str | None:
+    """What is not installed here."""
+    return lacking(ENGINE, "engine")
 
 
 def run(arguments: list[str]) -> Report:

@@ -157,7 +157,7 @@ def _chosen(only: str | None) -> list[str]:
 
 def _run_all(options: argparse.Namespace, baseline: Sequence[Results]) -> Report:
     chosen = _chosen(options.only)
-    absent = {name: left_out(load_case(name), options.smoke) for name in chosen}
+    absent = {name: _why_not(name, options.smoke) for name in chosen}
     watch, ran = Watch.begin(), list[tuple[Ran, Report]]()
     interrupted = False
     for name in (name for name in chosen if absent[name] is None):
@@ -186,6 +186,14 @@ def _run_all(options: argparse.Namespace, baseline: Sequence[Results]) -> Report
     ok = not interrupted and all(one.fine(options.smoke) for one, _ in ran)
     rows += [{"case": one.name, **row} for one, report in ran for row in report.rows]
     return Report(f"bench {ALL}", ok, metrics, rows, record=record)
+
+
+def _why_not(name: str, smoke: bool) -> str | None:
+    """Why a case does not run here; None where it does."""
+    try:
+        return left_out(load_case(name), smoke)
+    except ModuleNotFoundError as error:
+        return f"it needs {error.name}, which is not installed"
 
 
 def _run_apart(name: str, smoke: bool, folder: Path | None) -> Ran:

@@ -31,6 +31,7 @@ def run(arguments):
     return Report("bench NAME", OK, {"toy_us": metric}, [{"series": "toy", "x": level}], work="abc")
 """
 LEFT_OUT = {
+    "needy": "import nothing_of_this_name\n",
     "apart": 'APART = "an hour by itself"\n',
     "absent": 'def missing():\n    return "needs a machine that is not here"\n',
     "lengthy": 'LONG = "minutes by itself"\n',
@@ -41,7 +42,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def checkout(repo_root: Path, tmp_path: Path) -> Path:
-    """A checkout with two cases that run, one of which misses a limit, and three that may be left out."""
+    """A checkout with two cases that run, one of which misses a limit, and four that may be left out."""
     root = tmp_path / "checkout"
     shutil.copytree(repo_root / "kvkeep", root / "kvkeep", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "bench").mkdir()
@@ -96,7 +97,7 @@ def test_an_unknown_case_lists_the_cases(bench: Run):
     """One line, exit code 2; `all` is among what can be named."""
     done = bench("nothing")
     assert 2 == done.returncode and 1 == done.stderr.count("\n")
-    assert "known: absent, apart, fine, lengthy, missed" in done.stderr and "all" in done.stderr
+    assert "known: absent, apart, fine, lengthy, missed, needy" in done.stderr and "all" in done.stderr
     done = bench("all", "--only", "fine,nothing")
     assert 2 == done.returncode and "--only nothing" in done.stderr
 
@@ -144,6 +145,7 @@ def test_all_runs_what_can_run_and_says_the_rest(bench_all: Run, checkout: Path)
     assert 2 == said.count("measuring at")
     reasons = {line.split()[0]: line.partition("left out: ")[2] for line in said.splitlines() if "left out:" in line}
     assert {
+        "needy": "it needs nothing_of_this_name, which is not installed",
         "apart": "an hour by itself",
         "absent": "needs a machine that is not here",
         "lengthy": "minutes by itself",

@@ -23,6 +23,7 @@ for ever: only then does running out of time count as caught.
 
 from tests.planted import (
     agreement,
+    benches,
     cache,
     cuda,
     encoder,
@@ -74,6 +75,7 @@ BUGS: tuple[Bug, ...] = (
     *serving.BUGS,
     *vllm.BUGS,
     *routing.BUGS,
+    *benches.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
