@@ -31,7 +31,7 @@ def test_quantiles_are_the_textbook_ones():
 
 def test_spread_is_that_of_the_quartiles():
     """As a share of the median; there is none around 0."""
-    assert 0.25 == spread([75, 100, 100, 125, 130])  # quartiles 100 and 125 by nearest rank
+    assert 0.4 == spread([75, 100, 100, 140, 150])  # quartiles 100 and 140 by nearest rank
     assert spread([0, 0, 0]) is None
 
 
