@@ -31,8 +31,12 @@ demo: setup ## the main job: agent sessions answered from kept pages (ARGS="--se
 	@.venv/bin/kvkeep demo $(ARGS)
 
 .PHONY: bench
-bench: setup ## measure the index against its floors (ARGS="--json FILE")
-	@.venv/bin/kvkeep bench index $(ARGS)
+bench: setup ## measure all that can be measured here, 25 minutes (ARGS=--smoke: two; ARGS="--only index,agent")
+	@.venv/bin/kvkeep bench all $(ARGS)
+
+.PHONY: bench-tables
+bench-tables: setup ## bring the tables of the documents up to date with bench/results
+	@$(PY) -m tools.bench_tables
 
 .PHONY: gpu-check
 gpu-check: setup ## on a CUDA machine (EXTRAS=engine,cuda,dev): copies, bytes and blocking calls, 8 minutes at most

@@ -84,7 +84,7 @@ FULL = Sizes(
     path_layout=layout_of(32 * KIB),
     hits=(PageLayout(layers=4, kv_heads=2, head_dim=64, page_size=128, dtype="float16"), 1000, 20),
 )
-QUICK = Sizes(
+SMOKE = Sizes(
     rate_nbytes=64 * MIB,
     block_nbytes=16 * MIB,
     page_nbytes=(MIB, 16 * MIB),

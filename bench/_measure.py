@@ -8,18 +8,26 @@ median of those timed right before each of its rounds, and its limit is `limit *
 """
 
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter_ns
+from typing import Literal
 
-from kvkeep.benching import median, p99, spin_us
-from kvkeep.cli import Parser
-from kvkeep.report import JsonValue, Metric
+from kvkeep.benching import median, p90, p99, spin_us, summary
+from kvkeep.benching.results import SMOKE
+from kvkeep.benching.samples import ratio
+from kvkeep.parsing import Parser
+from kvkeep.report import JsonValue, Metric, checkout_root
 
 #: The spin of a quiet machine of the kind that the limits were set on.
 SPIN_QUIET_US = 300.0
 SPINS = 5
+
+#: What the embedded engine is made of.
+ENGINE = ("torch", "transformers", "tokenizers", "gguf")
 
 now_ns = perf_counter_ns
 
@@ -45,11 +53,12 @@ class Case:
 
 @dataclass(slots=True)
 class Measured:
-    """A case's samples, and the spins beside them."""
+    """A case's samples, and the spins beside them.   rounds: the same samples by round."""
 
     case: Case
     samples: list[float] = field(default_factory=list)
     spins: list[float] = field(default_factory=list)
+    rounds: list[list[float]] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -59,8 +68,13 @@ class Measured:
     def spin(self) -> float:
         return median(self.spins)
 
-    def metric(self) -> Metric:
-        return Metric(round(self.median, 4), self.case.unit, p99=round(p99(self.samples), 4), samples=len(self.samples))
+    def metric(self, digits: int = 4) -> Metric:
+        """Median, tails, spread, and the interval over rounds."""
+        return summary(self.samples, self.case.unit, groups=self.rounds or None, digits=digits)
+
+    def over(self, other: "Measured", better: Literal["lower", "higher"] | None = None, digits: int = 4) -> Metric:
+        """The ratio of the two medians, with its interval: rounds are drawn together."""
+        return ratio(self.rounds or [self.samples], other.rounds or [other.samples], better, digits=digits)
 
     def bound(self, others: "dict[str, Measured]") -> float | None:
         """What the median must not exceed in this run."""
@@ -74,8 +88,30 @@ def case_parser(name: str) -> Parser:
     made = Parser(
         prog=f"kvkeep bench {name}", allow_abbrev=False, epilog="--json FILE writes the result as JSON to FILE."
     )
-    made.add_argument("--quick", action="store_true", help="a smoke run of seconds; its figures mean little")
+    made.add_argument(*SMOKE, action="store_true", dest="smoke", help="a run of seconds; its figures mean little")
     return made
+
+
+def beside_checkout() -> Path | None:
+    """The recorded traces beside the checkout; None where there are none."""
+    root = checkout_root()
+    beside = None if root is None else root.parent / "shared" / "traces"
+    return beside if beside is not None and beside.is_dir() else None
+
+
+def traces_folder(parser: Parser, said: Path | None) -> Path | None:
+    """The recorded traces: where --traces said, or beside the checkout; None where there are none."""
+    if said is None:
+        return beside_checkout()
+    if not said.is_dir():
+        parser.error(f"--traces {said}: there is no such folder; name the one with mini_swe_500 in it")
+    return said
+
+
+def lacking(modules: Sequence[str], extra: str) -> str | None:
+    """Which of these modules are not installed, and the extra that has them; None when all are there."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{', '.join(absent)} not installed: pip install 'kvkeep[{extra}]'" if absent else None
 
 
 def measure(cases: Sequence[Case], rounds: int) -> dict[str, Measured]:
@@ -88,7 +124,8 @@ def measure(cases: Sequence[Case], rounds: int) -> dict[str, Measured]:
             for case in cases:
                 entry = measured[case.name]
                 entry.spins.append(_spin())
-                entry.samples.extend(case.sample())
+                entry.rounds.append(list(case.sample()))
+                entry.samples.extend(entry.rounds[-1])
     return measured
 
 
@@ -100,6 +137,7 @@ def row(entry: Measured, others: dict[str, Measured]) -> dict[str, JsonValue]:
         "what": case.what,
         "unit": case.unit,
         "median": round(entry.median, 4),
+        "p90": round(p90(entry.samples), 4),
         "p99": round(p99(entry.samples), 4),
         "samples": len(entry.samples),
         "spin_us": round(entry.spin, 1),

@@ -46,18 +46,18 @@ class Fleet:
     depths: Sequence[int] = ()
 
 
-def fleets(folder: Path | None, quick: bool) -> list[Fleet]:
+def fleets(folder: Path | None, smoke: bool) -> list[Fleet]:
     """All cases.   folder: where the recorded traces are; None: only those that need none."""
     rates = {"tails": 2.11, "same": 3.09}
     made = [
-        Fleet(lambda kind=kind: singles(kind, 600 if quick else SINGLES), n, 262_144, rate * n, hot=True)  # type: ignore[misc]
+        Fleet(lambda kind=kind: singles(kind, 600 if smoke else SINGLES), n, 262_144, rate * n, hot=True)  # type: ignore[misc]
         for kind, rate in rates.items()
-        for n in ((4,) if quick else (2, 8, 16))
+        for n in ((4,) if smoke else (2, 8, 16))
     ]
     if folder is None:
         return made
     tau = _trace(folder, "tau_retail_200", think_s=10.0)
-    if quick:
+    if smoke:
         return [*made, Fleet(tau(1, 40), 2, 65_536, 0.4)]
     swe, mooncake = _trace(folder, "mini_swe_500"), _trace(folder, "mooncake_conversation.jsonl.gz", 512, think_s=10.0)
     claude = _trace(folder, "claude_code_355.jsonl.gz")

@@ -2,16 +2,17 @@
 
 Must not know how ranks come to agree, nor how they are timed.
 
-    kvkeep bench agreement [--quick] [--rounds N] [--ranks N] [--json FILE]
+    kvkeep bench agreement [--smoke] [--rounds N] [--ranks N] [--json FILE]
 
 The report is ok when an agreement takes at most 1 ms longer, at the median, than the all-reduce beside it.
 """
 
 import argparse
 
-from bench._measure import case_parser, table
+from bench._measure import case_parser, lacking, table
 from bench._ranks import Rounds, timed
-from kvkeep.benching import median, p99, spin_us
+from kvkeep.benching import median, p99, spin_us, summary
+from kvkeep.benching.record import work_checksum
 from kvkeep.report import JsonValue, Metric, Report
 
 PAGES = 1000
@@ -25,11 +26,16 @@ WHAT = {
 }
 
 
+def missing() -> str | None:
+    """What is not installed here."""
+    return lacking(("torch",), "engine")
+
+
 def run(arguments: list[str]) -> Report:
     """Measure everything once, print the table, return the report."""
     options = _parse(arguments)
-    pages = 20 if options.quick else PAGES
-    rounds = options.rounds or (5 if options.quick else 400)
+    pages = 20 if options.smoke else PAGES
+    rounds = options.rounds or (5 if options.smoke else 400)
     spins = [spin_us(5).value or 0.0]
     rows: list[dict[str, JsonValue]] = []
     metrics: dict[str, Metric] = {}
@@ -38,7 +44,7 @@ def run(arguments: list[str]) -> Report:
         spins.append(spin_us(5).value or 0.0)
         for name, samples in found.items():
             metric = f"{mechanism}_{name}_us"
-            metrics[metric] = Metric(round(median(samples), 1), "us", p99=round(p99(samples), 1), samples=len(samples))
+            metrics[metric] = summary(samples, "us", digits=1)
             rows.append(_row(metric, name, samples, found, pages, median(spins)))
     for line in table(rows):
         print(line)
@@ -46,7 +52,8 @@ def run(arguments: list[str]) -> Report:
     metrics |= {"ranks": Metric(options.ranks, "ranks"), "pages": Metric(pages, "pages")}
     metrics["spin_us"] = Metric(round(median(spins), 1), "us", samples=len(spins))
     print(f"{options.ranks} ranks, {pages} pages; limits missed: {', '.join(missed) or 'none'}")
-    return Report("bench agreement", not missed, metrics, rows)
+    work = work_checksum("agreement", options.ranks, pages, rounds, sorted(metrics))
+    return Report("bench agreement", not missed, metrics, rows, work)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

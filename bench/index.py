@@ -2,7 +2,7 @@
 
 Must not know how a case measures what it measures.
 
-    kvkeep bench index [--quick] [--rounds N] [--json FILE]
+    kvkeep bench index [--smoke] [--rounds N] [--json FILE]
 
 The report is ok when every limit is reached; README.md beside this file says what each figure means.
 """
@@ -17,6 +17,7 @@ from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, measure, 
 from bench._requests import Requests, bytes_per_page_runs, bytes_per_page_w1, resident_bytes_per_page_w1
 from bench._workload import Workload, agent_workload
 from kvkeep.benching import median, p99, summary
+from kvkeep.benching.record import work_checksum
 from kvkeep.report import JsonValue, Metric, Report
 
 BYTES_PER_PAGE_MAX = 640.0
@@ -36,13 +37,13 @@ class Sizes:
 
 
 FULL = Sizes(rounds=7, times=24, pool_pages=32_768, sessions=64, turns=30)
-QUICK = Sizes(rounds=1, times=4, pool_pages=2_048, sessions=8, turns=4)
+SMOKE = Sizes(rounds=1, times=4, pool_pages=2_048, sessions=8, turns=4)
 
 
 def run(arguments: list[str]) -> Report:
     """Measure everything once, print the table, return the report."""
     options = _parse(arguments)
-    sizes = QUICK if options.quick else FULL
+    sizes = SMOKE if options.smoke else FULL
     rounds = options.rounds or sizes.rounds
     workload = agent_workload(sessions=sizes.sessions, turns=sizes.turns)
     requests = {name: Requests(workload, tokens) for name, (tokens, _) in CAPACITIES.items()}
@@ -62,7 +63,8 @@ def run(arguments: list[str]) -> Report:
     for fact in _request_facts(requests, workload):
         print(f"{fact['metric']}: matched {fact['matched_share']} of prompt tokens, checksum {fact['checksum']}")
         rows.append(fact)
-    return Report("bench index", not missed, metrics, rows)
+    work = work_checksum(*(str(row["checksum"]) for row in rows if "checksum" in row))
+    return Report("bench index", not missed, metrics, rows, work)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 Must not know how a case measures what it measures.
 
-    kvkeep bench media [--quick] [--rounds N] [--json FILE]
+    kvkeep bench media [--smoke] [--rounds N] [--json FILE]
 
 The report is ok when every limit is reached; README.md beside this file says what each figure means.
 """
@@ -15,8 +15,10 @@ from bench import _budget as budgets
 from bench import _digests as cases
 from bench import _encoders as encoders
 from bench import _outputs as outputs
-from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, measure, row, table
+from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, lacking, measure, row, table
 from kvkeep.benching import summary
+from kvkeep.benching.record import work_checksum
+from kvkeep.benching.samples import exact
 from kvkeep.config import EvictionName
 from kvkeep.report import JsonValue, Metric, Report
 
@@ -33,7 +35,7 @@ WASTE_MAX = 0.12
 
 #: Shares of KV among the operations: the worst of them counts.   Pages, operations.
 KV_SHARES, POOL = (0.0, 0.25, 0.5, 0.75), (1000, 100_000)
-QUICK_KV_SHARES, QUICK_POOL = (0.5,), (100, 2_000)
+SMOKE_KV_SHARES, SMOKE_POOL = (0.5,), (100, 2_000)
 #: Workloads and sizes of the GPU tier, in tokens, where one budget is held against two halves.
 BUDGETS = [
     *((f"workload:mixed?seed={seed}", tokens) for seed in range(3) for tokens in (65_536, 98_304, 131_072, 262_144)),
@@ -42,7 +44,7 @@ BUDGETS = [
     *(("workload:audio", tokens) for tokens in (65_536, 131_072)),
     *(("workload:video", tokens) for tokens in (65_536, 131_072)),
 ]
-QUICK_BUDGETS = [("workload:mixed?seed=0", 262_144)]
+SMOKE_BUDGETS = [("workload:mixed?seed=0", 262_144)]
 #: What is judged is a mixture of modalities; the order that is judged comes last.
 JUDGED_WORKLOAD = "workload:mixed"
 ORDERS: tuple[EvictionName, ...] = ("lru", "rhythm")
@@ -52,18 +54,23 @@ PARTS = (0.5, 0.75)
 JUDGED = ("bytes", "file", "array", "tensor")
 
 
+def missing() -> str | None:
+    """What is not installed here."""
+    return lacking(("torch",), "engine")
+
+
 def run(arguments: list[str]) -> Report:
     """Measure everything, print the table, return the report."""
     options = _parse(arguments)
-    rounds = options.rounds or (2 if options.quick else 15)
+    rounds = options.rounds or (2 if options.smoke else 15)
     array = cases.pixels()
     with cases.carriers(array) as carriers:
         measured = measure([*_digest_cases(carriers), *_memo_cases(carriers), *_hit_cases()], rounds)
     rows = [row(entry, measured) for entry in measured.values()]
-    rows += _waste_rows(*((QUICK_KV_SHARES, *QUICK_POOL) if options.quick else (KV_SHARES, *POOL)))
+    rows += _waste_rows(*((SMOKE_KV_SHARES, *SMOKE_POOL) if options.smoke else (KV_SHARES, *POOL)))
     found = [
         budgets.budget(*which, eviction, PARTS)
-        for which in (QUICK_BUDGETS if options.quick else BUDGETS)
+        for which in (SMOKE_BUDGETS if options.smoke else BUDGETS)
         for eviction in ORDERS
     ]
     metrics = {name: entry.metric() for name, entry in measured.items()}
@@ -72,9 +79,11 @@ def run(arguments: list[str]) -> Report:
         (metric for name, metric in metrics.items() if name.startswith("digest_memo_us_")), key=lambda m: m.value or 0
     )
     metrics["encoder_speedup"] = _speedup(measured)
-    metrics["slot_waste_share"] = Metric(max(float(str(r["median"])) for r in rows if "kv_share" in r), "of bytes")
+    metrics["slot_waste_share"] = exact(
+        max(float(str(r["median"])) for r in rows if "kv_share" in r), "of bytes", "lower"
+    )
     worst = min(entry.gain for entry in found if _is_judged(entry))
-    metrics["budget_gain_share"] = Metric(round(worst, 4), "of seconds saved")
+    metrics["budget_gain_share"] = exact(round(worst, 4), "of seconds saved", "higher")
     rows += [_budget_row(entry) for entry in found]
     metrics["spin_us"] = summary([round(spin, 2) for entry in measured.values() for spin in entry.spins], "us")
     for line in [*table([r for r in rows if "median" in r]), *_budget_lines(found), *_absent()]:
@@ -89,7 +98,8 @@ def run(arguments: list[str]) -> Report:
         print(f"{name} {metrics[name].value} of {limit}")
     print(f"spin {metrics['spin_us'].value:.0f} us ({SPIN_QUIET_US:.0f} when quiet)")
     print(f"limits missed: {', '.join(missed) or 'none'}")
-    return Report("bench media", not missed, metrics, rows)
+    work = work_checksum([[row.get("median") for row in rows if "kv_share" in row], [row.get("gain") for row in rows]])
+    return Report("bench media", not missed, metrics, rows, work)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -190,12 +200,11 @@ def _speedup(measured: dict[str, Measured]) -> Metric:
     """None where the encoder is not installed."""
     if "encoder_ms_image_hit" not in measured:
         return Metric(None, "ratio")
-    hit, miss = measured["encoder_ms_image_hit"], measured["encoder_ms_image_miss"]
-    return Metric(round(miss.median / hit.median, 1), "ratio", samples=len(hit.samples))
+    return measured["encoder_ms_image_miss"].over(measured["encoder_ms_image_hit"], "higher", 1)
 
 
 def _ratio(measured: dict[str, Measured]) -> Metric:
     """The slowest of those that are judged, over the hash alone."""
     found = [measured[f"digest_ms_{name}"] for name in JUDGED if f"digest_ms_{name}" in measured]
     slowest = max(found, key=lambda entry: entry.median)
-    return Metric(round(slowest.median / measured[FLOOR].median, 3), "ratio", samples=len(slowest.samples))
+    return slowest.over(measured[FLOOR], "lower", 3)

@@ -2,7 +2,7 @@
 
 Must not know how a case is simulated or measured.
 
-    kvkeep bench routing [--traces DIR] [--only simulation|proxy] [--quick] [--json FILE]
+    kvkeep bench routing [--traces DIR] [--only simulation|proxy] [--smoke] [--json FILE]
 
 The report is ok when every limit is reached; README.md beside this file says what each figure means.
 """
@@ -11,12 +11,17 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench._measure import SPIN_QUIET_US, case_parser
+from bench._measure import SPIN_QUIET_US, case_parser, traces_folder
 from bench._proxied import OFFERED_PER_S, Proxied, measure_proxy
 from bench._routing_cases import KVKEEP, Found, find, fleets
 from bench._stub_replica import PIECE_EVERY_S
 from kvkeep.benching import median, p99, spin_us, summary
-from kvkeep.report import JsonValue, Metric, Report, checkout_root
+from kvkeep.benching.record import work_checksum
+from kvkeep.benching.samples import Interval
+from kvkeep.report import JsonValue, Metric, Report
+
+#: Why `bench all` leaves it out.
+LONG = "8 minutes of simulated fleets: kvkeep bench routing"
 
 ADDED_MS_MAX = 1.0
 #: A stream is not buffered when a piece is read before the next one is sent, with time to spare.
@@ -25,7 +30,7 @@ PIECE_MS_MAX = PIECE_EVERY_S * 1e3 / 2
 KEPT_MIN = 0.98
 
 PAIRS, SECONDS = 1_000, 10.0
-QUICK_PAIRS, QUICK_SECONDS = 60, 1.0
+SMOKE_PAIRS, SMOKE_SECONDS = 60, 1.0
 
 
 def run(arguments: list[str]) -> Report:
@@ -39,7 +44,7 @@ def run(arguments: list[str]) -> Report:
         metrics |= _judge(found)
     if options.only != "simulation":
         before = spin_us()
-        proxied = measure_proxy(*((QUICK_PAIRS, QUICK_SECONDS) if options.quick else (PAIRS, SECONDS)))
+        proxied = measure_proxy(*((SMOKE_PAIRS, SMOKE_SECONDS) if options.smoke else (PAIRS, SECONDS)))
         scale = max(1.0, float(before.value or 0) / SPIN_QUIET_US)
         proxy_rows = list(_proxy_rows(proxied, scale))
         for row in proxy_rows:
@@ -50,7 +55,10 @@ def run(arguments: list[str]) -> Report:
     for name, metric in metrics.items():
         print(f"{name} {metric.value}")
     print(f"limits missed: {', '.join(missed) or 'none'}")
-    return Report("bench routing", not missed, metrics, rows)
+    work = work_checksum(
+        [[row[key] for key in ("traffic", "policy", "hit_share", "moves")] for row in rows if "policy" in row]
+    )
+    return Report("bench routing", not missed, metrics, rows, work)
 
 
 def _name(row: dict[str, JsonValue]) -> str:
@@ -64,12 +72,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="the recorded traces (../shared/traces)")
     parser.add_argument("--only", choices=("simulation", "proxy"), help="one of the two parts")
     options = parser.parse_args(arguments)
-    if options.traces is None:
-        root = checkout_root()
-        beside = None if root is None else root.parent / "shared" / "traces"
-        options.traces = beside if beside is not None and beside.is_dir() else None
-    elif not options.traces.is_dir():
-        parser.error(f"--traces {options.traces}: there is no such folder; name the one with mini_swe_500 in it")
+    options.traces = traces_folder(parser, options.traces)
     return options
 
 
@@ -77,7 +80,7 @@ def _simulate(options: argparse.Namespace) -> list[Found]:
     if options.traces is None:
         print("no recorded traces beside this checkout: only made ones are routed (--traces DIR)")
     found = []
-    for fleet in fleets(options.traces, options.quick):
+    for fleet in fleets(options.traces, options.smoke):
         found.append(find(fleet))
         for line in _lines(found[-1]):
             print(line, flush=True)
@@ -105,14 +108,24 @@ def _judge(found: Sequence[Found]) -> dict[str, Metric]:
     def worst(what: Callable[[Found], float], of: Sequence[Found], digits: int) -> float | None:
         return max((round(what(one), digits) for one in of), default=None)
 
+    gap, copies = worst(lambda one: one.gap_points, found, 2), worst(_copies, found, 4)
+    middle, tail = worst(lambda one: one.ttft_ratio(0.5), hot, 3), worst(lambda one: one.ttft_ratio(0.99), hot, 3)
     return {
-        "routing_hit_gap_points": Metric(worst(lambda one: one.gap_points, found, 2), "points", samples=len(found)),
-        "routing_copies_share": Metric(
-            worst(lambda one: one.outcomes[KVKEEP].copies, found, 4), "of pages held", samples=len(found)
-        ),
-        "hot_ttft_p50_ratio": Metric(worst(lambda one: one.ttft_ratio(0.5), hot, 3), "of random", samples=len(hot)),
-        "hot_ttft_p99_ratio": Metric(worst(lambda one: one.ttft_ratio(0.99), hot, 3), "of random", samples=len(hot)),
+        "routing_hit_gap_points": _simulated(gap, "points", len(found)),
+        "routing_copies_share": _simulated(copies, "of pages held", len(found)),
+        "hot_ttft_p50_ratio": _simulated(middle, "of random", len(hot)),
+        "hot_ttft_p99_ratio": _simulated(tail, "of random", len(hot)),
     }
+
+
+def _copies(one: Found) -> float:
+    return one.outcomes[KVKEEP].copies
+
+
+def _simulated(value: float | None, unit: str, samples: int) -> Metric:
+    """Less is better, and the same simulation gives the same."""
+    interval: Interval | None = None if value is None else (value, value)
+    return Metric(value, unit, samples=samples, interval=interval, better="lower")
 
 
 def _proxy_metrics(proxied: Proxied) -> dict[str, Metric]:

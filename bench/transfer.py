@@ -3,20 +3,21 @@ the simulator's speed.
 
 Must not know how a case measures what it measures.
 
-    kvkeep bench transfer [--quick] [--rounds N] [--threads N] [--json FILE]
+    kvkeep bench transfer [--smoke] [--rounds N] [--threads N] [--json FILE]
 
 The report is ok when every limit is reached; README.md beside this file says what each figure means.
 """
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from bench import _copies as cases
 from bench import _host_hits as host_hits
 from bench import _simulating as simulating
 from bench._measure import SPIN_QUIET_US, Case, Measured, case_parser, measure, row, table
 from kvkeep.benching import median, summary
+from kvkeep.benching.record import work_checksum
 from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.transfer.plan import Cause
 
@@ -63,13 +64,13 @@ class Sizes:
 
 
 FULL = Sizes(rounds=7, copies=3, pages=32, plans=100, sim_rounds=3, seeds=200)
-QUICK = Sizes(rounds=1, copies=1, pages=4, plans=20, sim_rounds=1, seeds=4)
+SMOKE = Sizes(rounds=1, copies=1, pages=4, plans=20, sim_rounds=1, seeds=4)
 
 
 def run(arguments: list[str]) -> Report:
     """Measure everything once, print the table, return the report."""
     options = _parse(arguments)
-    sizes = QUICK if options.quick else FULL
+    sizes = SMOKE if options.smoke else FULL
     submits: dict[str, dict[str, list[float]]] = {name: {} for name in MANAGER}
     every = [*_rate_cases(sizes, options.threads), *_manager_cases(sizes, submits), *_admission_cases(sizes)]
     measured = measure(every, options.rounds or sizes.rounds)
@@ -87,17 +88,19 @@ def run(arguments: list[str]) -> Report:
     rows += _submit_rows(submits)
     rows += [_simulation_row(entry, per_cpu_s[name]) for name, entry in simulated.items()]
     metrics = {name: entry.metric() for name, entry in measured.items() if name in (*MANAGER, *ADMISSIONS, *DEMOTIONS)}
-    metrics |= {name: _rate(measured[name]) for name in RATES}
-    metrics[FLOOR] = _rate(floor)
+    metrics |= {name: measured[name].metric(2) for name in RATES}
+    metrics[FLOOR] = floor.metric(2)
     metrics["pieces_gbps"] = min(metrics["pieces_h2d_gbps"], metrics["pieces_d2h_gbps"], key=lambda m: m.value or 0.0)
-    metrics |= {name: _rate(entry) for name, entry in simulated.items()}
+    metrics |= {name: entry.metric(2) for name, entry in simulated.items()}
     metrics["threads"] = Metric(options.threads, "threads")
     metrics["spin_us"] = summary([round(spin, 2) for entry in measured.values() for spin in entry.spins], "us")
     for line in table(rows):
         print(line)
     missed = [str(entry["metric"]) for entry in rows if entry.get("reached") is False]
     print(f"spin {metrics['spin_us'].value:.0f} us; limits missed: {', '.join(missed) or 'none'}")
-    return Report("bench transfer", not missed, metrics, rows)
+    # Every copy is checked where it is made: what the same sizes copy is the same.
+    work = work_checksum("transfer", asdict(sizes), options.threads, sorted(measured), sorted(simulated))
+    return Report("bench transfer", not missed, metrics, rows, work)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -155,10 +158,6 @@ def _simulations(sizes: Sizes, per_cpu_s: dict[str, list[float]]) -> Iterator[Ca
 
 def _per_page(sample: cases.Sample, pages: int) -> cases.Sample:
     return lambda: [us / pages for us in sample()]
-
-
-def _rate(entry: Measured) -> Metric:
-    return Metric(round(entry.median, 2), entry.case.unit, samples=len(entry.samples))
 
 
 def _rate_row(name: str, what: str, entry: Measured, held: tuple[float, Measured] | None) -> dict[str, JsonValue]:

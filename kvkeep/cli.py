@@ -9,11 +9,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from kvkeep import __version__
 from kvkeep import report as reports
 from kvkeep.errors import BadInput, KvkeepError
+from kvkeep.parsing import Parser
 from kvkeep.report import Report
 
 EXIT_FINE = 0
@@ -27,13 +27,6 @@ ROUTE_EXTRA = {"aiohttp", "uvicorn", "httptools", "yarl"}
 MODEL = "smollm2-135m"
 
 Command = Callable[[argparse.Namespace], Report]
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are BadInput, so that every kind of bad input ends the same way."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message} (`{self.prog} --help` lists what can be said)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,17 +222,17 @@ def _cache_folder() -> Path:
 
 
 def _bench(arguments: argparse.Namespace) -> Report:
-    from kvkeep import benching
+    from kvkeep.benching import command
 
+    _wait_politely()
     if arguments.case is None and arguments.help:
         arguments.parser.print_help()
         raise SystemExit(EXIT_FINE)
     if arguments.help:
         arguments.case_arguments.append("--help")  # the case knows its own options, and lists them
     if arguments.case is None:
-        names = benching.bench_names(benching.bench_directory())
-        raise BadInput(f"bench: name a case: {', '.join(names) or 'there is none'}")
-    return benching.run_bench(arguments.case, arguments.case_arguments)
+        raise BadInput(f"bench: name a case: {', '.join(command.names())}")
+    return command.run(arguments.case, arguments.case_arguments, arguments.baseline)
 
 
 def _parser() -> Parser:
@@ -408,8 +401,8 @@ def _add_trace_options(command: Parser) -> None:
 def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
     bench = commands.add_parser(
         "bench",
-        help="run a bench case of the repository",
-        description="Run bench/CASE.py of the checkout; what is not --json is handed to it. "
+        help="run a bench case of the repository, or all",
+        description="Run bench/CASE.py of the checkout, or all of them; what is not listed here is handed to it. "
         "`kvkeep bench CASE --help` lists the case's own options.",
         allow_abbrev=False,
         add_help=False,
@@ -417,7 +410,9 @@ def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
     bench.set_defaults(command=_bench, name="bench", parser=bench)
     bench.add_argument("-h", "--help", action="store_true", help="this list, or that of the case")
     _add_json(bench)
-    bench.add_argument("case", nargs="?", metavar="CASE", help="the case, such as index")
+    add = bench.add_argument
+    add("--baseline", type=Path, metavar="FILE", help="an earlier result: say what is better, worse or within noise")
+    add("case", nargs="?", metavar="CASE", help="the case, such as index; all: every case that can run here")
 
 
 def _add_model_options(command: Parser) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from kvkeep import __version__
 from kvkeep.errors import BadInput
@@ -25,46 +25,62 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True)
 class Metric:
-    """One number: `value` in `unit`; `p99` in the same unit; `samples` is how many observations it rests on.
+    """One number: `value` in `unit`; `p90` and `p99` in the same unit; `samples` is how many observations it rests on.
 
     `value` is None where nothing could be measured (no turn was long enough, say), never a stand-in number.
+    spread: the distance of the quartiles over the median.   interval: where the value lies, at 95 %.
+    better: which way is better, "lower" or "higher", where the unit does not say.
     """
 
     value: int | float | None
     unit: str
     p99: float | None = None
     samples: int | None = None
+    p90: float | None = None
+    spread: float | None = None
+    interval: tuple[float, float] | None = None
+    better: Literal["lower", "higher"] | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
-        """The metric as `{"value", "unit", "p99"?, "samples"?}`."""
+        """The metric as `{"value", "unit"}`, with those of the other fields that there are."""
         out: dict[str, JsonValue] = {"value": self.value, "unit": self.unit}
-        if self.p99 is not None:
-            out["p99"] = self.p99
-        if self.samples is not None:
-            out["samples"] = self.samples
+        for name in ("p90", "p99", "samples", "spread", "interval", "better"):
+            value = getattr(self, name)
+            if value is not None:
+                out[name] = list(value) if isinstance(value, tuple) else value
         return out
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of one command. `ok` is False when a promise was broken or the command was interrupted."""
+    """The result of one command. `ok` is False when a promise was broken or the command was interrupted.
+
+    work: a checksum of what was done and found, the same wherever the same was done.   record: how it was measured.
+    """
 
     command: str
     ok: bool
     metrics: Mapping[str, Metric]
     rows: Sequence[Mapping[str, JsonValue]] = field(default_factory=tuple)
+    work: str | None = None
+    record: Mapping[str, JsonValue] | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
         """The object that `--json` writes, with version, commit and machine filled in."""
-        return {
+        out: dict[str, JsonValue] = {
             "command": self.command,
             "version": __version__,
             "commit": commit(),
             "machine": machine(),
+        }
+        if self.record is not None:
+            out["record"] = dict(self.record)
+        out |= {
             "ok": self.ok,
             "metrics": {name: metric.to_json() for name, metric in self.metrics.items()},
             "rows": [dict(row) for row in self.rows],
         }
+        return out
 
     def write(self, path: Path) -> None:
         """Write the object to `path`, whole or not at all. Raises BadInput when it cannot."""
@@ -137,7 +153,7 @@ def machine() -> dict[str, JsonValue]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
-    for name in ("numpy", "torch", "transformers"):
+    for name in ("numpy", "xxhash", "torch", "transformers"):
         module = sys.modules.get(name)
         if module is not None:
             out[name] = str(getattr(module, "__version__", "unknown"))

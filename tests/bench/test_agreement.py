@@ -13,22 +13,22 @@ FIGURES = {f"{how}_{what}_us" for how in ("minimum", "leader") for what in ("all
 
 
 @pytest.fixture(scope="module")
-def quick() -> Report:
-    return run_bench("agreement", ["--quick", "--ranks", "2"])
+def smoke() -> Report:
+    return run_bench("agreement", ["--smoke", "--ranks", "2"])
 
 
-def test_the_promised_metrics_are_there(quick: Report):
+def test_the_promised_metrics_are_there(smoke: Report):
     """Every figure is there for both mechanisms, above zero, and rests on samples."""
-    assert FIGURES <= quick.metrics.keys()
+    assert FIGURES <= smoke.metrics.keys()
     for name in FIGURES:
-        metric = quick.metrics[name]
+        metric = smoke.metrics[name]
         assert metric.value is not None and metric.value > 0 and 5 == metric.samples and "us" == metric.unit
-    assert (2, 20) == (quick.metrics["ranks"].value, quick.metrics["pages"].value)
+    assert (2, 20) == (smoke.metrics["ranks"].value, smoke.metrics["pages"].value)
 
 
-def test_an_agreement_is_held_against_the_all_reduce_beside_it(quick: Report):
+def test_an_agreement_is_held_against_the_all_reduce_beside_it(smoke: Report):
     """1 ms more at the median; nothing else is judged; ok is all of that."""
-    rows = {str(row["metric"]): row for row in quick.rows}
+    rows = {str(row["metric"]): row for row in smoke.rows}
     for how in ("minimum", "leader"):
         row = rows[f"{how}_admit_us"]
         bound, floor = float(str(row["bound"])), float(str(rows[f"{how}_all_reduce_us"]["median"]))
@@ -36,7 +36,7 @@ def test_an_agreement_is_held_against_the_all_reduce_beside_it(quick: Report):
         assert row["reached"] == (float(str(row["median"])) <= bound)
     judged = [name for name, row in rows.items() if "reached" in row]
     assert ["minimum_admit_us", "leader_admit_us"] == judged
-    assert quick.ok == all(row.get("reached", True) for row in quick.rows)
+    assert smoke.ok == all(row.get("reached", True) for row in smoke.rows)
 
 
 @pytest.mark.parametrize("options", [["--ranks", "1"], ["--rounds", "0"], ["--ranks", "many"]])

@@ -29,7 +29,7 @@ from tests.transfer.stub_driver import build_driver, run_on
 ROOT = Path(__file__).resolve().parents[2]
 TINY_LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=8, page_size=32, dtype="float16")
 TINY = replace(
-    parts.QUICK,
+    parts.SMOKE,
     rate_nbytes=4 * parts.MIB,
     block_nbytes=parts.MIB,
     page_nbytes=(parts.MIB,),

@@ -39,8 +39,8 @@ PROMISED = {
 
 
 @pytest.fixture(scope="module")
-def quick() -> Report:
-    return run_bench("index", ["--quick"])
+def smoke() -> Report:
+    return run_bench("index", ["--smoke"])
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def w1() -> Workload:
     return agent_workload()
 
 
-def test_the_promised_metrics_are_there(quick: Report):
+def test_the_promised_metrics_are_there(smoke: Report):
     """Every metric that the results format names is there and above zero; times have a tail and a count."""
-    assert quick.metrics.keys() >= PROMISED
+    assert smoke.metrics.keys() >= PROMISED
     for name in PROMISED:
-        metric = quick.metrics[name]
+        metric = smoke.metrics[name]
         assert metric.value is not None and metric.value > 0, name
         if name != "bytes_per_page":
             assert metric.unit == "us" and metric.p99 is not None and metric.p99 >= metric.value and metric.samples, (
@@ -60,15 +60,15 @@ def test_the_promised_metrics_are_there(quick: Report):
             )
 
 
-def test_a_row_says_what_its_limit_is_and_whether_it_is_reached(quick: Report):
+def test_a_row_says_what_its_limit_is_and_whether_it_is_reached(smoke: Report):
     """Every promised figure that is no floor is held against a limit, and the report is ok when all are reached."""
-    judged = {str(row["metric"]): row for row in quick.rows if "reached" in row}
+    judged = {str(row["metric"]): row for row in smoke.rows if "reached" in row}
     assert {name for name in PROMISED if not name.startswith(("floor", "spin"))} == judged.keys()
     for row in judged.values():
         median, bound = row["median"], row["bound"]
         assert isinstance(median, float) and isinstance(bound, float)
         assert row["reached"] == (median <= bound)
-    assert quick.ok == all(row["reached"] for row in judged.values())
+    assert smoke.ok == all(row["reached"] for row in judged.values())
 
 
 def test_a_limit_scales_with_the_spin_or_stands_on_a_floor():

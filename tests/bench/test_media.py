@@ -15,11 +15,11 @@ pytestmark = pytest.mark.slow  # half a minute of digests
 
 
 @pytest.fixture(scope="module")
-def quick() -> Report:
-    return run_bench("media", ["--quick"])
+def smoke() -> Report:
+    return run_bench("media", ["--smoke"])
 
 
-def test_the_promised_metrics_are_there(quick: Report):
+def test_the_promised_metrics_are_there(smoke: Report):
     """With their units, above zero; the ratio is that of the slowest source that is judged."""
     units = {
         "digest_ratio": "ratio",
@@ -31,26 +31,26 @@ def test_the_promised_metrics_are_there(quick: Report):
         "slot_waste_share": "of bytes",
         "budget_gain_share": "of seconds saved",
     }
-    assert units == {name: quick.metrics[name].unit for name in units}
+    assert units == {name: smoke.metrics[name].unit for name in units}
     may_be = {"budget_gain_share"} | ({"encoder_speedup"} if missing("vision") else set())
-    assert all((metric.value or 0) > 0 for name, metric in quick.metrics.items() if name not in may_be)
-    judged = [float(str(row["median"])) for row in quick.rows if row.get("limit") == "1.3 x floor_sha256_ms"]
+    assert all((metric.value or 0) > 0 for name, metric in smoke.metrics.items() if name not in may_be)
+    judged = [float(str(row["median"])) for row in smoke.rows if row.get("limit") == "1.3 x floor_sha256_ms"]
     assert 4 == len(judged)
-    floor = quick.metrics["floor_sha256_ms"].value
+    floor = smoke.metrics["floor_sha256_ms"].value
     assert floor is not None
-    assert quick.metrics["digest_ratio"].value == pytest.approx(max(judged) / floor, rel=1e-2)
+    assert smoke.metrics["digest_ratio"].value == pytest.approx(max(judged) / floor, rel=1e-2)
 
 
-def test_a_row_says_what_its_limit_is_and_whether_it_is_reached(quick: Report):
+def test_a_row_says_what_its_limit_is_and_whether_it_is_reached(smoke: Report):
     """Sources in one piece are held against the hash alone, those seen before against a time."""
-    limits = {str(row["metric"]): row["limit"] for row in quick.rows if "limit" in row}
+    limits = {str(row["metric"]): row["limit"] for row in smoke.rows if "limit" in row}
     expected = {"1.3 x floor_sha256_ms", 10.0, 30.0, 0.12, 0.0}
     assert expected | (set() if missing("vision") else {"0.02 x encoder_ms_image_miss"}) == set(limits.values())
     assert {"digest_ms_bytes", "digest_ms_file", "digest_ms_array", "digest_ms_tensor"} <= set(limits)
     assert {"digest_memo_us_bytes", "digest_memo_us_array", "digest_memo_us_tensor", "digest_memo_us_pil"} <= set(
         limits
     )
-    assert quick.ok == all(row["reached"] for row in quick.rows if "reached" in row)
+    assert smoke.ok == all(row["reached"] for row in smoke.rows if "reached" in row)
 
 
 def test_what_a_byte_of_a_pool_holds_does_not_depend_on_luck():

@@ -109,7 +109,7 @@ def test_half_of_single_prompts_share_a_prefix(kind: str):
 
 def test_the_report_has_what_is_promised(shared_dir: Path):
     """Metrics with their units, and for each policy a row; limits are judged where replicas have room."""
-    report = run_bench("routing", ["--quick", "--only", "simulation", "--traces", str(shared_dir / "traces")])
+    report = run_bench("routing", ["--smoke", "--only", "simulation", "--traces", str(shared_dir / "traces")])
     units = {
         "routing_hit_gap_points": "points",
         "routing_copies_share": "of pages held",

@@ -17,33 +17,33 @@ UNITS = {name: unit for names, unit in ((RATES, "GB/s"), (COSTS, "us"), (SIMULAT
 
 
 @pytest.fixture(scope="module")
-def quick() -> Report:
-    return run_bench("transfer", ["--quick"])
+def smoke() -> Report:
+    return run_bench("transfer", ["--smoke"])
 
 
-def test_the_promised_metrics_are_there(quick: Report):
+def test_the_promised_metrics_are_there(smoke: Report):
     """Every metric that the results format names is there, above zero, in its unit, and rests on samples."""
-    assert quick.metrics.keys() >= UNITS.keys()
+    assert smoke.metrics.keys() >= UNITS.keys()
     for name, unit in UNITS.items():
-        metric = quick.metrics[name]
+        metric = smoke.metrics[name]
         assert metric.value is not None and metric.value > 0 and metric.samples, name
         assert unit == metric.unit
 
 
-def test_copies_are_held_against_the_floor_of_the_run(quick: Report):
+def test_copies_are_held_against_the_floor_of_the_run(smoke: Report):
     """The floor is the best plain memcpy; whole pages must reach 85 % of it, pieces 75 %; ok is all of that."""
-    rows = {row["metric"]: row for row in quick.rows}
+    rows = {row["metric"]: row for row in smoke.rows}
     floor = max(float(str(row["median"])) for name, row in rows.items() if str(name).startswith("memcpy"))
-    assert floor == rows["floor_memcpy_gbps"]["median"] == quick.metrics["floor_memcpy_gbps"].value
+    assert floor == rows["floor_memcpy_gbps"]["median"] == smoke.metrics["floor_memcpy_gbps"].value
     for name, ratio in (("h2d_gbps", 0.85), ("d2h_gbps", 0.85), ("pieces_h2d_gbps", 0.75), ("pieces_d2h_gbps", 0.75)):
         assert float(str(rows[name]["bound"])) == pytest.approx(ratio * floor, abs=0.02)
-    assert quick.ok == all(row.get("reached", True) for row in quick.rows)
+    assert smoke.ok == all(row.get("reached", True) for row in smoke.rows)
 
 
-def test_checked_simulation_is_held_against_its_limit(quick: Report):
+def test_checked_simulation_is_held_against_its_limit(smoke: Report):
     """10,000 seeds of 200 operations in 6 minutes; a slower machine has a lower bound, and without checks there is
     none."""
-    rows = {row["metric"]: row for row in quick.rows}
+    rows = {row["metric"]: row for row in smoke.rows}
     checked, unchecked = rows["sim_ops_per_s_checked"], rows["sim_ops_per_s"]
     assert (5556, False) == (checked["limit"], "limit" in unchecked)
     bound, median, spin = (float(str(checked[key])) for key in ("bound", "median", "spin_us"))

@@ -1,4 +1,4 @@
-"""The contract between `kvkeep bench` and the files in bench/, and the helpers that the cases share."""
+"""The contract between `kvkeep bench` and the files in bench/: one case, all of them, a baseline."""
 
 import subprocess
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep import benching, cli
-from kvkeep.benching import bench_names, median, p99, run_bench, spin_us, summary
+from kvkeep import cli
+from kvkeep.benching import bench_names, cases, run_bench, spin_us
 from kvkeep.errors import BadInput
 from kvkeep.report import Metric, Report
 
@@ -40,7 +40,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of cases that holds one, `echo`, and a helper."""
     (tmp_path / "echo.py").write_text(CASE)
     (tmp_path / "_helper.py").write_text("")
-    monkeypatch.setattr(benching, "bench_directory", lambda: tmp_path)
+    monkeypatch.setattr(cases, "bench_directory", lambda: tmp_path)
     return tmp_path
 
 
@@ -83,28 +83,16 @@ def test_the_cases_of_the_repository_list_theirs(case: str, capsys: pytest.Captu
         cli.main(["bench", case, "--help"])
     said = capsys.readouterr().out
     assert not end.value.code
-    assert f"kvkeep bench {case}" in said and "--quick" in said and "--json" in said
+    assert f"kvkeep bench {case}" in said and "--smoke" in said and "--json" in said
 
 
 def test_outside_a_checkout_bench_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """In an installed copy `kvkeep bench` says that the cases are in the repository, exit code 2."""
-    monkeypatch.setattr(benching, "checkout_root", lambda: None)
+    monkeypatch.setattr(cases, "checkout_root", lambda: None)
     assert 2 == cli.main(["bench", "index"])
     assert "from a checkout of the repository" in capsys.readouterr().err
-
-
-def test_median_and_p99_are_the_textbook_ones():
-    """Median of an odd and an even count; p99 by nearest rank."""
-    assert 2 == median([3, 1, 2])
-    assert 2.5 == median([4, 1, 2, 3])
-    assert 99 == p99(list(range(1, 101)))
-    assert 7 == p99([7])
-    assert Metric(2, "us", p99=3, samples=3) == summary([1, 2, 3], "us")
-    for statistic in (median, p99):
-        with pytest.raises(ValueError):
-            statistic([])
 
 
 def test_the_spin_is_a_time():

@@ -35,6 +35,18 @@ def test_the_object_has_exactly_the_documented_keys(tmp_path: Path):
     assert [{"turn": 1, "prompt_tokens": 100}] == got["rows"]
 
 
+def test_a_record_is_written_beside_the_machine(tmp_path: Path):
+    """Where there is one; a metric says its tails, interval and which way is better, as far as that is known."""
+    metric = Metric(3, "ms", p99=4.5, samples=7, p90=4, spread=0.1, interval=(2, 4), better="lower")
+    Report("bench toy", True, {"toy": metric}, record={"work": "abc"}).write(tmp_path / "out.json")
+    got = json.loads((tmp_path / "out.json").read_text())
+    assert ["command", "version", "commit", "machine", "record", "ok", "metrics", "rows"] == list(got)
+    assert ({"work": "abc"}, [2, 4], "lower", 4) == (
+        got["record"],
+        *(got["metrics"]["toy"][key] for key in ("interval", "better", "p90")),
+    )
+
+
 def test_the_commit_is_the_checked_out_one(tmp_path: Path):
     """In a checkout the commit is what git says HEAD is; outside one it is null."""
     commit = SAMPLE.to_json()["commit"]

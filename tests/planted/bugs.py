@@ -23,6 +23,7 @@ for ever: only then does running out of time count as caught.
 
 from tests.planted import (
     agreement,
+    benches,
     cache,
     cuda,
     encoder,
@@ -76,6 +77,7 @@ BUGS: tuple[Bug, ...] = (
     *vllm.BUGS,
     *routing.BUGS,
     *telemetry.BUGS,
+    *benches.BUGS,
     Bug(
         id="set-up-trusts-half-finished-environment",
         file="tools/setup_env.py",
