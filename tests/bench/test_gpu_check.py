@@ -91,8 +91,9 @@ def test_rates_are_held_against_the_best_plain_copy(report: Report):
     for name, ratio in (("h2d", 0.9), ("d2h", 0.9), ("both", 0.85)):
         floor, row = rows[f"floor_{name}_gbps"]["value"], rows[f"{name}_1_mib_gbps"]
         assert row["bound"] == pytest.approx(ratio * floor, abs=0.011)
-        assert row["of_floor"] == pytest.approx(row["value"] / floor, abs=0.05)
-        assert row["reached"] == (row["of_floor"] >= ratio) or abs(row["of_floor"] - ratio) < 0.01
+        rounding = 0.02 / floor  # rates have two digits behind the point, and are low where others compute
+        assert row["of_floor"] == pytest.approx(row["value"] / floor, abs=0.05 + rounding)
+        assert row["reached"] == (row["of_floor"] >= ratio) or abs(row["of_floor"] - ratio) < 0.01 + rounding
 
 
 def test_calibrations_choice_is_said(emulated: Report):

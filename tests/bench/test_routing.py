@@ -108,7 +108,7 @@ def test_half_of_single_prompts_share_a_prefix(kind: str):
 
 
 def test_the_report_has_what_is_promised(shared_dir: Path):
-    """Metrics with their units, and for each policy a row; limits are judged where replicas have room."""
+    """Metrics with their units, and for each policy a row; every case is judged."""
     report = run_bench("routing", ["--smoke", "--only", "simulation", "--traces", str(shared_dir / "traces")])
     units = {
         "routing_hit_gap_points": "points",
@@ -122,7 +122,7 @@ def test_the_report_has_what_is_promised(shared_dir: Path):
     for row in report.rows:
         by_traffic[row["traffic"]] = [*by_traffic.get(row["traffic"], []), row["policy"]]
     assert all(policies == set(names) for names in by_traffic.values()) and len(by_traffic) == 3
-    assert all(("reached" in row) == bool(row["judged"]) for row in report.rows if row["policy"] == "kvkeep")
+    assert all("reached" in row for row in report.rows if row["policy"] == "kvkeep")
     assert report.ok == all(row["reached"] for row in report.rows if "reached" in row)
 
 
