@@ -399,14 +399,14 @@ class SchedulerSide:
         self._end_late()
 
     def reset(self) -> bool:
-        """Forgets what the tier holds; of requests that have computed or loaded anything, nothing is stored."""
+        """Forgets what the tier holds; of requests that have computed or loaded anything, nothing is stored.
+
+        What was still being stored has been given up: vLLM's own cache is emptied first.
+        """
         if self.cache is not None:
             self.cache.reset()
             for chain in self._chains.values():
                 chain.full = chain.full or chain.lease is not None or chain.computed > 0
-            for chain in self._late:
-                chain.full = True
-            self._end_late()
         return True
 
     def report(self, clock: float | None = None) -> dict[str, Any] | None:

@@ -61,8 +61,9 @@ class Traffic:
             chat[:] = self.sim.expected[name]
 
 
-def drive(sim: Sim, seed: int, requests: int, aborts: float = 0.08, resets: float = 0.0) -> None:
-    traffic = Traffic(sim, seed)
+def drive(sim: Sim, seed: int, requests: int, aborts: float = 0.08, resets: float = 0.0) -> int:
+    """Serves so many requests; returns how many resets of running requests came while blocks were being stored."""
+    traffic, met = Traffic(sim, seed), 0
     r = random.Random(seed + 1)
     while len(sim.texts) < requests:
         if len(sim.live) < 12 and r.random() < 0.4:
@@ -71,10 +72,17 @@ def drive(sim: Sim, seed: int, requests: int, aborts: float = 0.08, resets: floa
         if sim.live and r.random() < aborts:
             sim.abort(r.choice(sim.live))
         if r.random() < resets:
-            waits = bool(sim._pending) or any(job.load for job in sim.side._jobs.values())  # vLLM resets over neither
+            held = sim.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+            running = {request.request_id for request in sim.scheduler.running}
+            loaded = any(
+                blocks for name, blocks in held.items() if name not in running
+            )  # vLLM resets over none of these
+            waits = bool(sim._pending) or loaded or any(job.load for job in sim.side._jobs.values())
+            met += not waits and bool(sim.side._jobs)
             sim.scheduler.reset_prefix_cache(reset_connector=True, reset_running_requests=not waits)
     sim.run()
     sim.check_idle()
+    return met
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -186,9 +194,11 @@ def test_a_worker_that_dies_ends_the_tier_and_no_request(config: Any) -> None:
     sim.check_texts()
 
 
-def test_resets_in_the_middle_of_everything(config: Any) -> None:
-    sim = Sim(config, 5, Shape(asynchronous=True))
-    drive(sim, 5, 100, resets=0.05)
+@pytest.mark.parametrize("shape", ["plain", "two-ranks", "asynchronous"])
+def test_resets_in_the_middle_of_everything(config: Any, shape: str) -> None:
+    sim = Sim(config, 5, SHAPES[shape])
+    met = drive(sim, 5, 100, resets=0.05)
+    assert met or SHAPES[shape].asynchronous, "no reset came while blocks were being stored"
 
 
 @pytest.mark.slow

@@ -158,8 +158,8 @@ BUGS = (
     in_vllm(
         "reset-spares-what-waits-to-be-stored",
         SCHEDULER,
-        "            for chain in self._late:\n                chain.full = True\n",
-        "            for chain in self._late:\n                chain.full = False\n",
+        "        for chain in self._late:\n            chain.full = True\n",
+        "        for chain in self._late:\n            chain.full = False\n",
         ENGINE + "test_a_reset_forgets_what_is_only_to_be_stored",
     ),
     in_vllm(
