@@ -201,6 +201,23 @@ def test_resets_in_the_middle_of_everything(config: Any, shape: str) -> None:
     assert met or SHAPES[shape].asynchronous, "no reset came while blocks were being stored"
 
 
+def test_what_was_given_up_is_not_kept(config: Any) -> None:
+    """Its blocks are somebody else's while it is still being copied."""
+    sim = Sim(config, 3, SHAPES["plain"])
+    traffic = Traffic(sim, 3)
+    while not any(not job.load for job in sim.side._jobs.values()):
+        if not sim.live:
+            traffic.ask()
+        sim.step()
+    assert sim.side.cache is not None
+    before = sim.side.cache.stats().pages_stored
+    assert sim.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for name in list(sim.live):
+        sim.abort(name)
+    sim.run()
+    assert before == sim.side.cache.stats().pages_stored
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_request_reads_another_ones_bytes_for_long(config: Any, shape: str) -> None:
