@@ -12,6 +12,7 @@ import pytest
 
 from bench._replicas import Outcome, Replicas, Speeds, Visit, find_rate, visits
 from bench._routes import at_random, by_session, least_loaded, prefix, recorded, round_robin, singles
+from bench._routing_cases import fleets
 from kvkeep.benching import run_bench
 from kvkeep.errors import BadInput
 from kvkeep.replay.pages import Pages
@@ -108,7 +109,7 @@ def test_half_of_single_prompts_share_a_prefix(kind: str):
 
 
 def test_the_report_has_what_is_promised(shared_dir: Path):
-    """Metrics with their units, and for each policy a row; limits are judged where replicas have room."""
+    """Metrics with their units, and for each policy a row; every case is judged."""
     report = run_bench("routing", ["--quick", "--only", "simulation", "--traces", str(shared_dir / "traces")])
     units = {
         "routing_hit_gap_points": "points",
@@ -122,8 +123,16 @@ def test_the_report_has_what_is_promised(shared_dir: Path):
     for row in report.rows:
         by_traffic[row["traffic"]] = [*by_traffic.get(row["traffic"], []), row["policy"]]
     assert all(policies == set(names) for names in by_traffic.values()) and len(by_traffic) == 3
-    assert all(("reached" in row) == bool(row["judged"]) for row in report.rows if row["policy"] == "kvkeep")
+    assert all(("reached" in row) == (row["policy"] == "kvkeep") for row in report.rows)
     assert report.ok == all(row["reached"] for row in report.rows if "reached" in row)
+
+
+def test_replicas_are_few_and_many_with_room_and_without(shared_dir: Path):
+    """2 to 16 of them, and caches that hold less than three of a trace's longest sessions too."""
+    cases = fleets(shared_dir / "traces", quick=False)
+    assert {2, 4, 8, 16} == {fleet.replicas for fleet in cases}
+    tight = {(8, 32_768), (2, 524_288), (4, 2 << 20), (4, 262_144)}
+    assert tight <= {(fleet.replicas, fleet.tokens_each) for fleet in cases}
 
 
 @pytest.mark.parametrize("arguments", [["--traces", "nowhere"], ["--only", "half"], ["--fast"]])
