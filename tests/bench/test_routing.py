@@ -12,6 +12,7 @@ import pytest
 
 from bench._replicas import Outcome, Replicas, Speeds, Visit, find_rate, visits
 from bench._routes import at_random, by_session, least_loaded, prefix, recorded, round_robin, singles
+from bench._routing_cases import fleets
 from kvkeep.benching import run_bench
 from kvkeep.errors import BadInput
 from kvkeep.replay.pages import Pages
@@ -122,8 +123,16 @@ def test_the_report_has_what_is_promised(shared_dir: Path):
     for row in report.rows:
         by_traffic[row["traffic"]] = [*by_traffic.get(row["traffic"], []), row["policy"]]
     assert all(policies == set(names) for names in by_traffic.values()) and len(by_traffic) == 3
-    assert all("reached" in row for row in report.rows if row["policy"] == "kvkeep")
+    assert all(("reached" in row) == (row["policy"] == "kvkeep") for row in report.rows)
     assert report.ok == all(row["reached"] for row in report.rows if "reached" in row)
+
+
+def test_replicas_are_few_and_many_with_room_and_without(shared_dir: Path):
+    """2 to 16 of them, and caches that hold less than three of a trace's longest sessions too."""
+    cases = fleets(shared_dir / "traces", smoke=False)
+    assert {2, 4, 8, 16} == {fleet.replicas for fleet in cases}
+    tight = {(8, 32_768), (2, 524_288), (4, 2 << 20), (4, 262_144)}
+    assert tight <= {(fleet.replicas, fleet.tokens_each) for fleet in cases}
 
 
 @pytest.mark.parametrize("arguments", [["--traces", "nowhere"], ["--only", "half"], ["--fast"]])

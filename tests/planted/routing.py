@@ -309,7 +309,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "proxy-passes-on-control-characters",
         HEADERS,
-        "or _NO_VALUE.search(value)",
+        ' or _NO_VALUE.search(b"".join(value for _, value in out))',
         "",
         (HOSTILE_TESTS + "test_an_answer_that_none_may_give_is_said_to_be_the_replicas",),
     ),
@@ -427,6 +427,13 @@ BUGS: tuple[Bug, ...] = (
         "known.routed -= 1  # it has not been there",
         "pass",
         (HOSTILE_TESTS + "test_what_has_no_prompt_is_spread",),
+    ),
+    Bug(
+        "bench-routing-leaves-out-a-case",
+        "bench/_routing_cases.py",
+        "        Fleet(tau(8), 8, 32_768, 1.6),\n",
+        "\n",
+        ("tests/bench/test_routing.py::test_replicas_are_few_and_many_with_room_and_without",),
     ),
     Bug(
         "ray-takes-calls-of-one-request-for-one",
