@@ -59,7 +59,7 @@ class Sizes:
     host_requests: int = 8
 
 
-FULL = Sizes("smollm2-135m", 128, 3, 8, rounds=30, requests=2)
+FULL = Sizes("smollm2-135m", 128, 3, 8, rounds=24, requests=2)
 SMOKE = Sizes("stories260k", 16, 8, 4, rounds=8, requests=2)
 
 
