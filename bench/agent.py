@@ -72,9 +72,9 @@ class Sizes:
     slo: Slo
 
 
-FULL = Sizes("smollm2-135m", 128, 10, 3, 2, 8, (0.8, 2.0), 8, 2, 3000, 1, 1.5, Slo(ttft_s=3.0, itl_s=0.5))
+FULL = Sizes("smollm2-135m", 128, 6, 4, 1, 8, (0.8, 2.0), 6, 2, 3000, 1, 1.5, Slo(ttft_s=3.0, itl_s=0.5))
 SMOKE = Sizes("stories260k", 16, 6, 3, 1, 4, (0.8, 2.0), 3, 3, 480, 16, 1.5, Slo(ttft_s=0.05, itl_s=0.02))
-#: Of the random sessions of a smoke run: tokens that all begin with, and tokens that a turn brings.
+#: Of the random sessions of a smoke run: tokens that they begin with, and tokens that a turn brings.
 SMOKE_BEGIN, SMOKE_GROWTH = 96, 48
 
 
@@ -147,7 +147,9 @@ class _Bench:
             longest = SMOKE_BEGIN + sizes.turns * (SMOKE_GROWTH + sizes.new_tokens)
         pages = sizes.sessions * pages_of(longest, sizes.page_size)
         engine = warmed(self.loaded, Setup("ample", pages), sizes.page_size)
-        held = hold("tau", engine, conversations, sizes.turns, sizes.new_tokens)
+        # Sessions of different tenants: each can push the whole of another out.
+        salts = [f"session {number}".encode() for number in range(sizes.sessions)]
+        held = hold("tau", engine, conversations, sizes.turns, sizes.new_tokens, salts)
         engine.close()
         self._took(held.workload)
         return held

@@ -53,7 +53,7 @@ class Sizes:
     shares: tuple[float, ...]
 
 
-FULL = Sizes("smollm2-135m", 128, 6, 3, 2, 8, (0.25, 0.5, 0.75, 1.0))
+FULL = Sizes("smollm2-135m", 128, 5, 3, 2, 8, (0.25, 0.5, 0.75, 1.0))
 SMOKE = Sizes("stories260k", 16, 5, 3, 1, 4, (0.25, 0.6, 1.0))
 SMOKE_GROWTH = 64
 
