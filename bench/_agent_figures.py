@@ -26,10 +26,14 @@ SAID = {OFF: "cache off", GPU: "GPU tier", BOTH: "both tiers"}
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One workload at one rate, by configuration.   load: of what the engine without a cache can serve."""
+    """One workload at one rate, by configuration.
+
+    load: of what the engine without a cache can serve.   pool_share: of the working set, that fits into the pool.
+    """
 
     workload: str
     load: float
+    pool_share: float
     runs: "dict[str, Run]"
 
 
@@ -44,6 +48,7 @@ def run_row(loaded: Loaded, run: "Run", slo: Slo) -> Row:
         "offered_per_s": round(run.arrivals.per_s, 4),
         "config": run.setup.name,
         "pool_pages": run.setup.pool_pages,
+        "pool_share": round(loaded.pool_share, 3),
         "host_pages": run.setup.host_pages,
         "requests": len(run.served),
         "ttft_s": round(median(ttft_s), 4),
@@ -58,6 +63,7 @@ def run_row(loaded: Loaded, run: "Run", slo: Slo) -> Row:
         "matched_share_gpu": round(run.matched_gpu / run.prompt_tokens, 4),
         "matched_share_cpu": round(run.matched_cpu / run.prompt_tokens, 4),
         "stalls": run.stalls,
+        "stall_s": round(run.stall_s, 4),
         "preemptions": sum(request.preemptions for request in run.requests),
         "late_ms_max": round(1e3 * max((one.sent_s or 0.0) - one.due_s for one in run.served), 1),
     }
@@ -128,6 +134,7 @@ def load_metrics(steady: Loaded, every: Sequence[Loaded], slo: Slo) -> dict[str,
         "ttft_ratio": ttft_ratio(steady),
         "goodput_ratio": goodput_ratio(every, slo),
         "stalls": Metric(sum(one.runs[BOTH].stalls for one in every), "requests", better="lower"),
+        "stall_s": Metric(round(sum(one.runs[BOTH].stall_s for one in every), 4), "s"),
         "matched_share_gpu": Metric(
             round(both.matched_gpu / both.prompt_tokens, 4), "of prompt tokens", better="higher"
         ),

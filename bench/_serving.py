@@ -43,9 +43,13 @@ def make_engine(loaded: LoadedModel, setup: Setup, page_size: int) -> Engine:
     return Engine(loaded, config)
 
 
-def answer_alone(engine: Engine, asks: Sequence[Ask], new_tokens: int) -> list[Answer]:
-    """One request after the other: latency without load."""
-    return [ask(engine, one.prompt, new_tokens) for one in asks]
+def answer_alone(engine: Engine, asks: Sequence[Ask], new_tokens: int, salts: Sequence[bytes] = ()) -> list[Answer]:
+    """One request after the other: latency without load.   salts: of the sessions."""
+    return [ask(engine, one.prompt, new_tokens, salt=_salt(one, salts)) for one in asks]
+
+
+def _salt(one: Ask, salts: Sequence[bytes]) -> bytes:
+    return salts[one.session] if salts else b""
 
 
 @dataclass(slots=True)
@@ -95,6 +99,12 @@ class Run:
         return self.after.room_wait.count - self.before.room_wait.count + len(self.starved)
 
     @property
+    def stall_s(self) -> float:
+        """How long those waited at their admission, together."""
+        assert self.before is not None and self.after is not None
+        return self.after.room_wait.sum_s - self.before.room_wait.sum_s
+
+    @property
     def outputs(self) -> list[tuple[int, ...]]:
         """By request, what was answered."""
         return [tuple(request.output_ids) for request in self.requests]
@@ -107,16 +117,19 @@ def warmed(loaded: LoadedModel, setup: Setup, page_size: int) -> Engine:
     return engine
 
 
-def serve(engine: Engine, setup: Setup, workload: Workload, arrivals: Arrivals) -> Run:
-    """The workload's requests, each when it is due."""
+def serve(engine: Engine, setup: Setup, workload: Workload, arrivals: Arrivals, salts: Sequence[bytes] = ()) -> Run:
+    """The workload's requests, each when it is due.   salts: of the sessions."""
     run = Run(setup, arrivals, before=engine.cache.stats())
     loop = OpenLoop(arrivals)
     params = SamplingParams(max_new_tokens=workload.new_tokens)
     looked_s = [-LOOK_EVERY_S]
 
     def send(served: Served) -> None:
-        prompt = workload.asks[served.number].prompt
-        run.requests.append(engine.submit(prompt, params, on_token=lambda request, token: loop.token(served)))
+        one = workload.asks[served.number]
+        request = engine.submit(
+            one.prompt, params, salt=_salt(one, salts), on_token=lambda request, token: loop.token(served)
+        )
+        run.requests.append(request)
 
     def step() -> bool:
         did = engine.step()

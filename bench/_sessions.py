@@ -15,6 +15,7 @@ from kvkeep.replay.formats import read_trace
 
 if TYPE_CHECKING:
     from kvkeep.engine.asking import Answer
+    from kvkeep.engine.demo.script import Conversation as DemoConversation
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.loader import LoadedModel
 
@@ -47,20 +48,39 @@ class RandomConversation:
         self.ids += output_ids
 
 
+class Grouped:
+    """A conversation of `kvkeep demo` in which the model answers every so manieth message only."""
+
+    def __init__(self, conversation: "DemoConversation", messages: int) -> None:
+        self._conversation, self._messages = conversation, messages
+
+    def next_prompt(self) -> list[int]:
+        """All so far, the next messages, and the cue to answer."""
+        one = self._conversation
+        for _ in range(self._messages - 1):
+            one.ids += one.chat.message_ids(one.messages[one.turns_asked], one.message_limit)
+            one.turns_asked += 1
+        return one.next_prompt()
+
+    def answered(self, output_ids: Sequence[int]) -> None:
+        """What the model wrote."""
+        self._conversation.answered(output_ids)
+
+
 def real_conversations(
-    loaded: "LoadedModel", sessions: int, turns: int, new_tokens: int
+    loaded: "LoadedModel", sessions: int, turns: int, messages: int, new_tokens: int
 ) -> tuple[list[Conversation], int]:
     """Sessions of tau-bench retail, the users' and the tools' side, and the tokens that the longest can have.
 
-    The model writes the rest.
+    messages: that come between two answers; the model writes those.
     """
     from kvkeep.engine.demo.script import ChatFormat, Excerpt, Script
 
     if loaded.tokenizer is None:
         raise BadInput(f"--model {loaded.name}: has no tokenizer beside it; sessions need one")
     chat = ChatFormat.of(loaded.tokenizer.encode, loaded.eos_ids)
-    script = Script.write(Excerpt.bundled(), chat, sessions, turns, new_tokens, loaded.positions_max)
-    return list(script.conversations), script.tokens_max
+    script = Script.write(Excerpt.bundled(), chat, sessions, turns * messages, new_tokens, loaded.positions_max)
+    return [Grouped(one, messages) for one in script.conversations], script.tokens_max
 
 
 def random_conversations(
@@ -80,15 +100,24 @@ class Held:
     """Sessions that have been held: the requests in rotation, and what an engine with room for all answered.
 
     alone: the answers, one request at a time: hits are where the model reads.
+    salts: of the sessions, that share nothing then; none: they share what they begin with.
     """
 
     workload: Workload
     alone: "list[Answer]" = field(default_factory=list)
+    salts: Sequence[bytes] = ()
 
     @property
     def outputs(self) -> list[tuple[int, ...]]:
         """By request, what was answered."""
         return [answer.output_ids for answer in self.alone]
+
+    def working_set(self, page_size: int) -> int:
+        """Pages that keep all sessions to their ends."""
+        if not self.salts:
+            return self.workload.blocks(page_size)
+        last = {one.session: len(one.prompt) + self.workload.new_tokens for one in self.workload.asks}
+        return sum(-(-tokens // page_size) for tokens in last.values())
 
 
 def hold(
@@ -101,7 +130,7 @@ def hold(
 ) -> Held:
     """Lets the engine answer turn by turn, the sessions in rotation, so that each next prompt has its own answers.
 
-    salts: of the sessions; none: they have none, and share what they begin with.
+    salts: see `Held`.
     """
     from kvkeep.engine.asking import ask
 
@@ -113,15 +142,14 @@ def hold(
             conversation.answered(answer.output_ids)
             asks.append(Ask(session, turn, prompt))
             answers.append(answer)
-    return Held(Workload(name, tuple(asks), new_tokens), answers)
+    return Held(Workload(name, tuple(asks), new_tokens), answers, salts)
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+@dataclass(slots=True)
+class Recorded(Held):
     """Recorded requests in the order of their arrival.   times_s: when each came."""
 
-    workload: Workload
-    times_s: tuple[float, ...]
+    times_s: tuple[float, ...] = ()
 
 
 def recorded_swe(
@@ -145,7 +173,7 @@ def recorded_swe(
         raise BadInput(f"{SWE}: none of the first turns has a prompt of {prompt_max} tokens or fewer")
     chosen.sort(key=lambda one: (one[0], one[1].session, one[1].turn))
     asks = tuple(ask for _, ask in chosen)
-    return Recorded(Workload("mini_swe", asks, new_tokens), tuple(time_s for time_s, _ in chosen))
+    return Recorded(Workload("mini_swe", asks, new_tokens), times_s=tuple(time_s for time_s, _ in chosen))
 
 
 def has_swe(traces: Path | None) -> bool:

@@ -107,7 +107,7 @@ def replayed(one: Replayed, traces: Path) -> Iterator[Row]:
                 "tokens": size,
             }
     if one.tiers is not None:
-        for eviction, (gpu, cpu, stalls) in zip((LRU, RHYTHM), results[len(one.sizes) :], strict=True):
+        for eviction, (gpu, cpu, stalls, unserved) in zip((LRU, RHYTHM), results[len(one.sizes) :], strict=True):
             name = f"{_size(one.tiers[0])}_{_size(one.tiers[1])}_{eviction}"
             yield _row(one, curve.prompt_tokens, name, gpu + cpu) | {
                 "series": "tiers",
@@ -117,6 +117,7 @@ def replayed(one: Replayed, traces: Path) -> Iterator[Row]:
                 "hit_share_gpu": round(gpu * one.page_size / curve.prompt_tokens, 4),
                 "hit_share_cpu": round(cpu * one.page_size / curve.prompt_tokens, 4),
                 "stalls": stalls,
+                "unserved": unserved,
             }
     print(f"{one.name}, {one.order}: {len(arrivals.requests):,} requests, {time.monotonic() - began:.1f} s", flush=True)
 
@@ -135,8 +136,9 @@ def _row(one: Replayed, prompt_tokens: int, name: str, matched: int) -> Row:
 _at_hand: dict[str, Any] = {}  # what forked processes inherit: a trace is not sent to each
 
 
-def _in_parallel(pages: Pages, arrivals: Arrivals, wanted: list[Settings]) -> list[tuple[int, int, int]]:
-    """Pages matched in either tier, and stalls, of each replay; the last, which take longest, first."""
+def _in_parallel(pages: Pages, arrivals: Arrivals, wanted: list[Settings]) -> list[tuple[int, int, int, int]]:
+    """Pages matched in either tier, stalls and requests that do not fit, of each replay; the last ones first: they take
+    longest."""
     _at_hand.update(pages=pages, arrivals=arrivals, wanted=wanted)
     numbers = list(range(len(wanted)))[::-1]
     try:
@@ -147,9 +149,9 @@ def _in_parallel(pages: Pages, arrivals: Arrivals, wanted: list[Settings]) -> li
     return [found[number] for number in range(len(wanted))]
 
 
-def _one(number: int) -> tuple[int, int, int]:
+def _one(number: int) -> tuple[int, int, int, int]:
     counts = replay(_at_hand["pages"], _at_hand["arrivals"], _at_hand["wanted"][number]).counts
-    return counts.matched_pages_gpu, counts.matched_pages_cpu, counts.stalls
+    return counts.matched_pages_gpu, counts.matched_pages_cpu, counts.stalls, counts.unserved
 
 
 def _metric(row: Row) -> Metric:
@@ -179,6 +181,7 @@ def _line(row: Row) -> str:
     tiers = ""
     if row["series"] == "tiers":
         tiers = f"  GPU {row['hit_share_gpu']:.1%}, CPU {row['hit_share_cpu']:.1%}, {row['stalls']} stalls"
+        tiers += f", {row['unserved']} too long"
     return f"{row['metric']!s:<44}{row['hit_share']:>7.1%}{tiers}"
 
 

@@ -4,7 +4,7 @@ Must not know how an engine runs.
 
     kvkeep bench overhead [--smoke] [--model NAME] [--rounds N] [--seed N] [--json FILE]
 
-Each round asks the same random prompts of four engines, in an order that turns round from round to round: two without a
+Each round asks the same random prompt of four engines, in an order that turns round from round to round: two without a
 cache, one that keeps pages, one with a tier in host memory as well.  Their pools hold one request, so each that ends
 pushes out the one before.  The report is ok when the cache costs 1 % at most; README.md beside this file says more.
 """
@@ -59,8 +59,8 @@ class Sizes:
     host_requests: int = 8
 
 
-FULL = Sizes("smollm2-135m", 128, 3, 8, rounds=30, requests=2)
-SMOKE = Sizes("stories260k", 16, 8, 4, rounds=8, requests=2)
+FULL = Sizes("smollm2-135m", 128, 3, 4, rounds=36, requests=1)
+SMOKE = Sizes("stories260k", 16, 8, 4, rounds=8, requests=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ def _line(row: Row) -> str:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = case_parser("overhead")
     parser.add_argument("--model", metavar="NAME", help="as of `kvkeep demo` (smollm2-135m)")
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds of {FULL.requests} prompts ({FULL.rounds})")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds, of a prompt for each engine ({FULL.rounds})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
     options = parser.parse_args(arguments)
     for name, least in (("rounds", 1), ("seed", 0)):

@@ -48,12 +48,13 @@ class Sizes:
     page_size: int
     sessions: int
     turns: int
+    messages: int
     new_tokens: int
     shares: tuple[float, ...]
 
 
-FULL = Sizes("smollm2-135m", 128, 6, 3, 8, (0.25, 0.4, 0.6, 0.8, 1.0, 1.2))
-SMOKE = Sizes("stories260k", 16, 5, 3, 4, (0.25, 0.6, 1.0))
+FULL = Sizes("smollm2-135m", 128, 5, 3, 2, 8, (0.25, 0.5, 0.75, 1.0))
+SMOKE = Sizes("stories260k", 16, 5, 3, 1, 4, (0.25, 0.6, 1.0))
 SMOKE_GROWTH = 64
 
 
@@ -70,9 +71,9 @@ def run(arguments: list[str]) -> Report:
     sizes = SMOKE if options.smoke else FULL
     loaded = load_model(options.model or sizes.model)
     spin = spin_us()
-    held, salts = _held(loaded, sizes, options.seed)
-    working_set = _working_set(held, sizes.page_size)
-    rows = list(_sweep(loaded, sizes, held, salts, working_set))
+    held = _held(loaded, sizes, options.seed)
+    working_set = held.working_set(sizes.page_size)
+    rows = list(_sweep(loaded, sizes, held, working_set))
     metrics = dict(_metrics(rows)) | {"spin_us": spin, "working_set_pages": Metric(working_set, "pages")}
     for line in _lines(rows):
         print(line)
@@ -94,13 +95,15 @@ def run(arguments: list[str]) -> Report:
     return Report("bench sweep", not missed, metrics, [*rows, *judged], work)
 
 
-def _held(loaded: "LoadedModel", sizes: Sizes, seed: int) -> tuple[Held, list[bytes]]:
-    """The sessions, held in a pool with room for all, and a salt for each."""
+def _held(loaded: "LoadedModel", sizes: Sizes, seed: int) -> Held:
+    """The sessions, held in a pool with room for all, each with a salt of its own."""
     from bench._serving import Setup, warmed
     from kvkeep.engine.asking import pages_of
 
     if sizes is FULL and loaded.tokenizer is not None:
-        conversations, longest = real_conversations(loaded, sizes.sessions, sizes.turns, sizes.new_tokens)
+        conversations, longest = real_conversations(
+            *(loaded, sizes.sessions, sizes.turns, sizes.messages, sizes.new_tokens)
+        )
     else:
         conversations = random_conversations(loaded, sizes.sessions, 0, SMOKE_GROWTH, seed)
         longest = sizes.turns * (SMOKE_GROWTH + sizes.new_tokens)
@@ -109,25 +112,18 @@ def _held(loaded: "LoadedModel", sizes: Sizes, seed: int) -> tuple[Held, list[by
     engine = warmed(loaded, Setup("ample", pages), sizes.page_size)
     held = hold("sweep", engine, conversations, sizes.turns, sizes.new_tokens, salts)
     engine.close()
-    return held, salts
+    return held
 
 
-def _working_set(held: Held, page_size: int) -> int:
-    """Pages that keep all sessions to their ends: they share none."""
-    last = {one.session: len(one.prompt) + held.workload.new_tokens for one in held.workload.asks}
-    return sum(-(-tokens // page_size) for tokens in last.values())
-
-
-def _sweep(loaded: "LoadedModel", sizes: Sizes, held: Held, salts: Sequence[bytes], working_set: int) -> Iterator[Row]:
-    from bench._serving import Setup, warmed
-    from kvkeep.engine.asking import ask
+def _sweep(loaded: "LoadedModel", sizes: Sizes, held: Held, working_set: int) -> Iterator[Row]:
+    from bench._serving import Setup, answer_alone, warmed
 
     asks, new_tokens = held.workload.asks, held.workload.new_tokens
     least = max(-(-(len(one.prompt) + new_tokens) // sizes.page_size) for one in asks)
     predicted = _Predicted(held, sizes.page_size)
     for pages in sorted({max(least, round(share * working_set)) for share in sizes.shares}):
         engine = warmed(loaded, Setup(f"{pages} pages", pages), sizes.page_size)
-        answers = [ask(engine, one.prompt, new_tokens, salt=salts[one.session]) for one in asks]
+        answers = answer_alone(engine, asks, new_tokens, held.salts)
         engine.close()
         yield _row(held, answers, pages, working_set, sizes.page_size) | {
             "predicted_share": round(predicted.share(pages), 4),

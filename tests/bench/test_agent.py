@@ -31,6 +31,7 @@ class MadeUpRun:
     per_s: float = 2.0
     matched: tuple[int, int] = (40, 20)
     stalls: int = 0
+    stall_s: float = 0.0
     looks: list[Any] = field(default_factory=list)
     span_s: float = 10.0
     output_tokens: int = 20
@@ -49,7 +50,7 @@ class MadeUpRun:
 
 def loaded(load: float, off: list[float], both: list[float], per_s: float = 2.0) -> Loaded:
     runs: Any = {OFF: MadeUpRun(OFF, off, per_s), BOTH: MadeUpRun(BOTH, both, per_s)}
-    return Loaded("tau", load, runs)
+    return Loaded("tau", load, 0.25, runs)
 
 
 # ---------------------------------------------------------------------- figures
@@ -159,7 +160,7 @@ def test_agent_tells_of_every_run_and_request(agent: Report):
     for row in agent.rows:
         by_series.setdefault(row["series"], []).append(row)
     configs = {(row["workload"], row["load"], row["config"]) for row in by_series["load"]}
-    assert {("tau", load, name) for load in (0.7, 2.0) for name in ("off", "gpu", "both")} <= configs
+    assert {("tau", load, name) for load in (0.8, 2.0) for name in ("off", "gpu", "both")} <= configs
     assert {row["config"] for row in by_series["request"]} == {"off", "gpu", "both"}
     assert all(row["due_s"] <= row["sent_s"] <= row["first_s"] <= row["end_s"] for row in by_series["request"])
     assert all(
