@@ -7,106 +7,53 @@ A part that fails is a row that says why, and the others go on: a machine with a
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bench import _gpu_children as children
 from bench._gpu_copies import open_pools, pinned_pool, pinning, rate, round_trips
 from bench._gpu_machine import Machine, PlainCopies
-from bench._gpu_path import Sizes as PathSizes
 from bench._gpu_path import control, host_hits, walk
+from bench._gpu_sizes import BOTH, KIB, MIB, NAMES, OFF, Sizes, layout_of
 from bench._measure import SPIN_QUIET_US
 from bench._telemetry import with_telemetry
 from kvkeep.benching import median, p99, spin_us
+from kvkeep.errors import BadInput
 from kvkeep.report import JsonValue, Metric, Report
+from kvkeep.telemetry.energy import EnergyReading
 from kvkeep.telemetry.machine import MachineTelemetry
-from kvkeep.tiers.layout import PageLayout
 from kvkeep.transfer.cuda_api import CudaFault
 from kvkeep.transfer.cuda_ways import WAYS
 from kvkeep.transfer.plan import Cause
-
-MIB, KIB = 2**20, 2**10
 
 ONE_DIRECTION = 0.90
 BOTH_DIRECTIONS = 0.85
 ADMIT_LOCK_US = 150.0
 
 DIRECTIONS: dict[str, tuple[Cause, ...]] = {"h2d": ("promote",), "d2h": ("demote",), "both": ("promote", "demote")}
-COMMANDS = {
-    "engine_demo": "demo --model stories260k --sessions 3 --turns 3 --page-size 16 --pool-pages 40 --host-pages 200",
-    "engine_verify": "verify --model stories260k --page-size 16 --cases 30",
-}
-
 Row = dict[str, JsonValue]
 
 
-def layout_of(piece_nbytes: int) -> PageLayout:
-    """Pages of 64 pieces: 32 layers, K and V apart."""
-    return PageLayout(layers=32, kv_heads=8, head_dim=128, page_size=piece_nbytes // 2048, dtype="float16")
-
-
 @dataclass(frozen=True)
-class Sizes:
-    """How much is measured.
+class Run:
+    """What a part is given.   deadline: of `time.monotonic`.   energy: of the device so far; None: not watched."""
 
-    rate_nbytes: of a pool.   block_nbytes: a copy of the floor.   page_nbytes, piece_nbytes: pages of one piece, and
-    pieces of which a page has 64.   rounds: in which all rates are measured.   trip: the layout and the pages that go
-    there and back.   pin_pages: of 16 MiB.   path: the cache's.   hits: pages of the prompt, times.
-    commands_s, tests_s: seconds that a command, and the tests of the device, may take.
-    """
-
-    rate_nbytes: int
-    block_nbytes: int
-    page_nbytes: tuple[int, ...]
-    piece_nbytes: tuple[int, ...]
-    rounds: int
-    trip: tuple[PageLayout, int]
-    pin_pages: int
-    path: PathSizes
-    path_layout: PageLayout
-    hits: tuple[PageLayout, int, int]
-    commands_s: float = 100.0
-    tests_s: float = 150.0
-    device_tests: bool = True
+    machine: Machine
+    sizes: Sizes
+    deadline: float
+    energy: Callable[[], EnergyReading] | None = None
 
 
-SMALL = PageLayout(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="float16")
-FULL = Sizes(
-    rate_nbytes=512 * MIB,
-    block_nbytes=64 * MIB,
-    page_nbytes=(MIB, 4 * MIB, 16 * MIB),
-    piece_nbytes=(32 * KIB, 64 * KIB, 256 * KIB),
-    rounds=7,
-    trip=(layout_of(32 * KIB), 16),
-    pin_pages=256,
-    path=PathSizes(pool=64, host=256, suspend=32, prompt=12),
-    path_layout=layout_of(32 * KIB),
-    hits=(PageLayout(layers=4, kv_heads=2, head_dim=64, page_size=128, dtype="float16"), 1000, 20),
-)
-SMOKE = Sizes(
-    rate_nbytes=64 * MIB,
-    block_nbytes=16 * MIB,
-    page_nbytes=(MIB, 16 * MIB),
-    piece_nbytes=(64 * KIB,),
-    rounds=2,
-    trip=(SMALL, 8),
-    pin_pages=16,
-    path=PathSizes(pool=64, host=256, suspend=32, prompt=12),
-    path_layout=SMALL,
-    hits=(SMALL, 100, 3),
-    device_tests=False,
-)
-
-
-def check(machine: Machine, sizes: Sizes, deadline: float) -> Report:
-    """Runs every part that begins before `deadline` (of `time.monotonic`); the table is printed as it grows."""
+def check(run: Run, skip: Collection[str] = ()) -> Report:
+    """Runs every part that begins before the deadline; the table is printed as it grows.   skip: parts, by name."""
     rows: list[Row] = []
-    device = machine.describe()
+    device = run.machine.describe()
     print(", ".join(f"{key} {value}" for key, value in device.items()))
     print(f"{'metric':<40}{'value':>12}{'bound':>12}  {'unit':<8}{'of floor':>9}  reached")
     for part in PARTS:
-        for row in _guarded(part, machine, sizes, deadline):
+        skipped: Row = {"metric": name_of(part), "part": name_of(part), "note": "skipped: --skip"}
+        for row in [skipped] if name_of(part) in skip else _guarded(part, run):
             rows.append(row)
             print(line(row), flush=True)
     missed = [str(row["metric"]) for row in rows if row.get("reached") is False]
@@ -119,13 +66,18 @@ def check(machine: Machine, sizes: Sizes, deadline: float) -> Report:
     return Report("bench gpu_check", not missed, metrics, [{"metric": "machine", **device}, *rows])
 
 
-def watched(machine: Machine, sizes: Sizes, deadline: float) -> Report:
+def watched(machine: Machine, sizes: Sizes, deadline: float, skip: Collection[str] = ()) -> Report:
     """`check`, and beside it the telemetry of the device and of the host."""
     with MachineTelemetry(device=machine.nvml_device) as telemetry:
-        report = check(machine, sizes, deadline)
+        report = check(Run(machine, sizes, deadline, telemetry.energy), skip)
     report = with_telemetry(report, telemetry)
     print(line(dict(report.rows[-1])))
     return report
+
+
+def name_of(part: "Part") -> str:
+    """What a part is called, in rows and by --skip."""
+    return part.__name__.strip("_")
 
 
 def line(row: Row) -> str:
@@ -140,28 +92,30 @@ def _cell(value: JsonValue) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value) if isinstance(value, int) else ""
 
 
-def _guarded(part: "Part", machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _guarded(part: "Part", run: Run) -> Iterator[Row]:
     """The part's rows, when it began and how long it took; one that says what went wrong where it did."""
-    name = part.__name__.strip("_")
+    name = name_of(part)
     began, began_s = time.monotonic(), time.perf_counter()
-    if began >= deadline:
-        yield {"metric": name, "note": "not run: the time was over", "reached": False}
+    if began >= run.deadline:
+        yield {"metric": name, "part": name, "note": "not run: the time was over", "reached": False}
         return
     try:
-        yield from part(machine, sizes, deadline)
+        for row in part(run):
+            yield {**row, "part": name}
     except Exception as error:  # whatever it is, the parts behind it are still worth the machine's time
         traceback.print_exc()
-        yield {"metric": name, "note": f"{type(error).__name__}: {' '.join(str(error).split())}", "reached": False}
-    took: Row = {"metric": f"{name}_s", "value": round(time.monotonic() - began, 2), "unit": "s"}
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield {"metric": name, "part": name, "note": said, "reached": False}
+    took: Row = {"metric": f"{name}_s", "part": name, "value": round(time.monotonic() - began, 2), "unit": "s"}
     yield {**took, "began_s": round(began_s, 6)}  # on the clock of the telemetry's series
 
 
 # ---------------------------------------------------------------------- the parts
 
 
-def _admit_path(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _admit_path(run: Run) -> Iterator[Row]:
     """No call on the admit path blocks its caller; that is worth something only if a blocking one would be seen."""
-    by_torch, by_api = control(machine)
+    by_torch, by_api = control(run.machine)
     yield {
         "metric": "control_seen",
         "what": "blocking calls that were made on purpose, by torch and by the api, and were seen",
@@ -171,7 +125,7 @@ def _admit_path(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row
         "reached": bool(by_torch and by_api),
         "seen": [*by_torch, *by_api],
     }
-    walked = walk(machine, sizes.path_layout, sizes.path)
+    walked = walk(run.machine, run.sizes.path_layout, run.sizes.path)
     yield {
         "metric": "blocking_calls",
         "what": "calls of CUDA that block, inside admit, extend, seal, suspend, poll, start, finish, abort",
@@ -196,10 +150,10 @@ def _admit_path(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row
     yield {"metric": "longest_call_us", "value": round(walked.longest_us, 1), "unit": "us", "note": walked.longest}
 
 
-def _bytes(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _bytes(run: Run) -> Iterator[Row]:
     """Pages that go to host memory and come back are the same bits."""
-    layout, pages = sizes.trip
-    for trip in round_trips(machine, layout, pages):
+    layout, pages = run.sizes.trip
+    for trip in round_trips(run.machine, layout, pages):
         row: Row = {
             "metric": f"round_trip_{trip.kind}_{trip.way}_{trip.pin.replace(', ', '_').replace(' ', '_')}",
             "what": f"{trip.pages} random pages of {layout.page_nbytes} bytes, {trip.kind}, by {trip.way}, {trip.pin}",
@@ -211,16 +165,16 @@ def _bytes(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
         yield row | ({} if trip.error is None else {"note": trip.error})
 
 
-def _rates(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _rates(run: Run) -> Iterator[Row]:
     """Copies of whole pools against the plain copies of the same rounds."""
     samples: dict[str, list[float]] = {}
     with ExitStack() as opened:
-        cases, rows = _rate_cases(machine, sizes, opened)
+        cases, rows = _rate_cases(run.machine, run.sizes, opened)
         yield from rows
         for name, sample in cases.items():
             sample()  # the first one does not count
             samples[name] = []
-        for _ in range(sizes.rounds):
+        for _ in range(run.sizes.rounds):
             for name, sample in cases.items():
                 samples[name] += sample()
     yield from _rate_rows(samples)
@@ -295,11 +249,11 @@ def _rate_rows(samples: dict[str, list[float]]) -> Iterator[Row]:
         yield row | {"limit": f"{ratio} x floor", "bound": round(bound, 2), "reached": found >= bound}
 
 
-def _hits(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _hits(run: Run) -> Iterator[Row]:
     """What an admission takes whose prefix is in host memory."""
-    layout, pages, times = sizes.hits
+    layout, pages, times = run.sizes.hits
     spin = spin_us().value or SPIN_QUIET_US
-    hits = host_hits(machine, layout, pages, times)
+    hits = host_hits(run.machine, layout, pages, times)
     bound = ADMIT_LOCK_US * max(1.0, spin / SPIN_QUIET_US) * max(1.0, pages / 1000)
     what = f"a prompt whose {pages} pages of {layout.page_nbytes} bytes are in host memory"
     yield {
@@ -324,17 +278,18 @@ def _times(metric: str, what: str, values: Sequence[float]) -> Row:
     }
 
 
-def _pinning(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _pinning(run: Run) -> Iterator[Row]:
     """What taking and registering host memory costs."""
-    values = [pinning(machine, layout_of(256 * KIB), sizes.pin_pages)()[0] for _ in range(3)]
+    values = [pinning(run.machine, layout_of(256 * KIB), run.sizes.pin_pages)()[0] for _ in range(3)]
     yield {"metric": "pin_s_per_gib", "value": round(median(values), 3), "unit": "s/GiB", "samples": len(values)}
 
 
-def _device_tests(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _device_tests(run: Run) -> Iterator[Row]:
     """The tests that are skipped where there is no device."""
-    if not sizes.device_tests:
+    if not run.sizes.device_tests:
+        yield {"metric": "device_tests", "note": "skipped: not part of a small run"}
         return
-    found = children.run_tests(min(sizes.tests_s, deadline - time.monotonic()))
+    found = children.run_tests(min(run.sizes.tests_s, run.deadline - time.monotonic()))
     fine = found.error is None and not found.failed and not found.without_device and found.passed > 0
     yield {
         "metric": "device_tests",
@@ -348,11 +303,81 @@ def _device_tests(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[R
     }
 
 
-def _engine(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
+def _model(run: Run) -> Iterator[Row]:
+    """Agent sessions over layers as large as a real model's: what the tiers are worth on this device."""
+    try:
+        from bench._gpu_model import joules, measure
+
+        found = measure(run.machine.torch_device, run.sizes.model, run.energy)
+    except ModuleNotFoundError as error:
+        yield {"metric": "model", "note": f"skipped: {error.name} is not installed here (pip install transformers)"}
+        return
+    sizes, pools = run.sizes.model, found.asked[BOTH].setup
+    yield {
+        "metric": "model_pool_share",
+        "what": f"{found.model}, {sizes.dtype}; {sizes.sessions} sessions, {sizes.turns} turns of {sizes.growth}",
+        "value": round(pools.pool_pages / found.pages, 3),
+        "unit": "of the working set",
+        "pages": found.pages,
+        "pool_pages": pools.pool_pages,
+        "host_pages": pools.host_pages,
+        "page_nbytes": found.page_nbytes,
+    }
+    for name in NAMES:
+        yield _ms(
+            f"model_ttft_{name}_ms",
+            "to the first token of a request that is not its session's first",
+            found.later_ttft_ms(name),
+        )
+    ratio = median(found.later_ttft_ms(OFF)) / median(found.later_ttft_ms(BOTH))
+    yield {
+        "metric": "model_ttft_ratio",
+        "what": "without a cache over both tiers",
+        "value": round(ratio, 2),
+        "unit": "x",
+    }
+    for name in NAMES:
+        yield {"metric": f"model_{name}_tokens_per_s", "value": round(found.tokens_per_s(name)), "unit": "tokens/s"}
+    for name in NAMES[1:]:
+        for tier, share in zip(("gpu", "cpu"), found.shares(name), strict=True):
+            row: Row = {"metric": f"model_{name}_matched_share_{tier}", "value": round(share, 4), "unit": "of prompts"}
+            yield row
+    for name in (OFF, BOTH):
+        told = list(joules(found.asked[name]))
+        known = [value for value, _ in told if value is not None]
+        row = {"metric": f"model_{name}_joules_per_1k", "what": "joules of the device over 1,000 prompt tokens"}
+        yield (
+            row
+            | ({"value": round(median(known), 3), "unit": "J"} if known else {})
+            | {"note": told[-1][1] if told else "not watched"}
+        )
+    yield {
+        "metric": "model_wrong_positions",
+        "what": "positions of hits whose K and V are not the bits that the session's last request left",
+        "value": found.wrong,
+        "unit": "positions",
+        "bound": 0,
+        "reached": not found.wrong and found.compared > 0,
+        "compared": found.compared,
+    }
+
+
+def _ms(metric: str, what: str, values: Sequence[float]) -> Row:
+    return {
+        "metric": metric,
+        "what": what,
+        "value": round(median(values), 2),
+        "p99": round(p99(values), 2),
+        "unit": "ms",
+        "samples": len(values),
+    }
+
+
+def _engine(run: Run) -> Iterator[Row]:
     """A small model on the device: the same outputs whatever was kept, and the same bits over the same forwards."""
-    kind = machine.torch_device.partition(":")[0]
-    for name, words in COMMANDS.items():
-        limit_s = min(sizes.commands_s, deadline - time.monotonic())
+    kind = run.machine.torch_device.partition(":")[0]
+    for name, words in run.sizes.commands.items():
+        limit_s = min(run.sizes.commands_s, run.deadline - time.monotonic())
         done = children.run_command([*words.split(), "--device", kind], limit_s)
         row: Row = {"metric": name, "metrics": done.metrics, "what": f"kvkeep {words}"}
         if done.error is None or children.NOT_INSTALLED not in done.error:
@@ -360,5 +385,15 @@ def _engine(machine: Machine, sizes: Sizes, deadline: float) -> Iterator[Row]:
         yield row | ({} if done.error is None else {"note": done.error})
 
 
-Part = Callable[[Machine, Sizes, float], Iterator[Row]]
-PARTS: tuple[Part, ...] = (_admit_path, _bytes, _rates, _hits, _pinning, _device_tests, _engine)
+Part = Callable[[Run], Iterator[Row]]
+PARTS: tuple[Part, ...] = (_admit_path, _bytes, _rates, _hits, _pinning, _device_tests, _model, _engine)
+
+
+def chosen(words: str) -> frozenset[str]:
+    """The parts that --skip names, with commas between them."""
+    names = frozenset(filter(None, words.split(",")))
+    known = [name_of(part) for part in PARTS]
+    wrong = sorted(names - set(known))
+    if wrong:
+        raise BadInput(f"--skip {words}: there is no part {wrong[0]!r}; the parts are {', '.join(known)}")
+    return names

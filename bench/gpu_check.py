@@ -3,8 +3,8 @@
 Must not know how a part measures what it measures.  Where something is missing it says so in one line; nothing but the
 standard library is loaded before that is known.
 
-    kvkeep bench gpu_check [--smoke] [--minutes N] [--json FILE]
-    python -m bench.gpu_check [--smoke] [--minutes N] [--json FILE]     # the same without an installation
+    kvkeep bench gpu_check [--smoke] [--minutes N] [--skip PARTS] [--json FILE]
+    python -m bench.gpu_check [...]     # the same without an installation
 
 The report is ok when every limit is reached; README.md beside this file says what each figure means.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
+    from bench._gpu_machine import Machine
     from kvkeep.report import Report
 
 NEEDED = {
@@ -53,15 +54,24 @@ def run(arguments: list[str]) -> "Report":
     lacking = missing()
     if lacking is not None:
         raise BadInput(lacking)
-    from bench._gpu_machine import CudaMachine
-    from bench._gpu_parts import FULL, SMOKE, watched
+    from bench import _gpu_sizes as sizes
+    from bench._gpu_parts import chosen, watched
+    from bench._gpu_summary import summary
 
-    deadline = began + 60 * options.minutes
-    return watched(CudaMachine(), SMOKE if options.smoke else FULL, deadline)
+    skip = chosen(options.skip)
+    report = watched(_machine(), sizes.SMOKE if options.smoke else sizes.FULL, began + 60 * options.minutes, skip)
+    print("", *summary(report), sep="\n")
+    return report
+
+
+def _machine() -> "Machine":
+    from bench._gpu_machine import CudaMachine
+
+    return CudaMachine()
 
 
 def main(arguments: list[str]) -> int:
-    """`run` from a bare checkout; writes the report, to `DEFAULT_JSON` unless --json says where."""
+    """`run` from a bare checkout; writes its result (to `DEFAULT_JSON` unless --json says where) and a page."""
     wanted = not any(word in ("-h", "--help") for word in arguments)
     lacking = missing() if wanted else None
     if lacking is not None:
@@ -80,6 +90,7 @@ def _parse(arguments: list[str]) -> "argparse.Namespace":
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, metavar="N", help=f"parts that begin later are left out ({MINUTES})"
     )
+    parser.add_argument("--skip", default="", metavar="PARTS", help="parts that are not run, with commas between them")
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes}: it must be more than 0")

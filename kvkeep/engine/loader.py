@@ -20,6 +20,8 @@ from kvkeep.engine import llama2c, paged_attention
 from kvkeep.engine.arithmetic import Arithmetic, Mode, calibrate
 from kvkeep.engine.gguf_file import GgufFile
 from kvkeep.engine.linear import can_pack, pack_linears
+from kvkeep.engine.shapes import PREFIX as RANDOM
+from kvkeep.engine.shapes import SEED, shape_of
 from kvkeep.engine.vision.tower import Vision
 from kvkeep.errors import BadInput
 from kvkeep.tiers.layout import DType, PageLayout
@@ -147,12 +149,14 @@ def load_model(
     """Loads a Llama-family model for inference with kvkeep's attention.
 
     name_or_path: "smollm2-135m", "stories260k", or the path of a GGUF file, a llama2.c .bin (its tokenizer is
-        `tokenizer_path` or a *tok*.bin beside it) or a Hugging Face directory.
+        `tokenizer_path` or a *tok*.bin beside it) or a Hugging Face directory; or "random-8b:4", see `engine.shapes`.
     Raises `BadInput` for a name that is unknown, or a file that is truncated or holds something else.
     """
     if dtype not in DTYPES:
         raise BadInput(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
     check_device(device)
+    if name_or_path.startswith(RANDOM):
+        return _random(name_or_path, device, dtype)
     path = find_model(name_or_path)
     if path.is_dir():
         return _from_directory(path, device, dtype)
@@ -276,6 +280,36 @@ def _build(
     model.tie_weights()
     _prepare(model, device)
     return model
+
+
+def _random(name: str, device: str, dtype: DType) -> LoadedModel:
+    shape = shape_of(name)
+    config = LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with no_init_weights(), torch.device(device):
+        model = LlamaForCausalLM(config)
+    random = torch.Generator(device).manual_seed(SEED)
+    for weight_name, weight in model.named_parameters():  # not the buffers: the rotary frequencies stay in float32
+        weight.data = weight.data.to(DTYPES[dtype])
+        if weight_name.endswith("norm.weight"):
+            weight.data.fill_(1.0)
+        else:
+            weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=random)
+    model.tie_weights()
+    _prepare(model, device)
+    return _loaded(name, model, None, hashlib.sha256(f"{SEED} {shape}".encode()).hexdigest(), device, dtype)
 
 
 def _prepare(model: LlamaForCausalLM, device: str) -> None:

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 from bench import _gpu_children as children
+from bench import _gpu_machine, gpu_check
 from bench import _gpu_parts as parts
+from bench import _gpu_sizes as sizes
 from bench._gpu_path import Sizes as PathSizes
 from bench._gpu_path import blocking, observed
+from bench._gpu_summary import WIDTH, summary
 from bench.gpu_check import NEEDED
 from kvkeep.benching import run_bench
 from kvkeep.errors import BadInput
@@ -29,11 +32,11 @@ from tests.transfer.stub_driver import build_driver, run_on
 ROOT = Path(__file__).resolve().parents[2]
 TINY_LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=8, page_size=32, dtype="float16")
 TINY = replace(
-    parts.SMOKE,
-    rate_nbytes=4 * parts.MIB,
-    block_nbytes=parts.MIB,
-    page_nbytes=(parts.MIB,),
-    piece_nbytes=(32 * parts.KIB,),
+    sizes.SMOKE,
+    rate_nbytes=4 * sizes.MIB,
+    block_nbytes=sizes.MIB,
+    page_nbytes=(sizes.MIB,),
+    piece_nbytes=(32 * sizes.KIB,),
     rounds=2,
     trip=(TINY_LAYOUT, 6),
     pin_pages=1,
@@ -42,12 +45,13 @@ TINY = replace(
     hits=(TINY_LAYOUT, 20, 2),
 )
 ON_DEVICE = parts.PARTS[:5]
+NAMES = {parts.name_of(part) for part in parts.PARTS}
 
 
 def check(machine: CpuMachine, chosen: Any = ON_DEVICE, deadline_s: float = 600.0) -> Report:
     before, parts.PARTS = parts.PARTS, chosen
     try:
-        return parts.check(machine, TINY, time.monotonic() + deadline_s)
+        return parts.check(parts.Run(machine, TINY, time.monotonic() + deadline_s))
     finally:
         parts.PARTS = before
 
@@ -118,11 +122,11 @@ def test_limits_of_rates():
 
 def test_full_sizes_are_those_of_the_limits():
     """Pages of 1, 4 and 16 MiB; 64 pieces of 32, 64 and 256 KiB; every layout gives pages of its size."""
-    assert (1, 4, 16) == tuple(nbytes // parts.MIB for nbytes in parts.FULL.page_nbytes)
-    assert (32, 64, 256) == tuple(nbytes // parts.KIB for nbytes in parts.FULL.piece_nbytes)
-    for nbytes in (*parts.FULL.page_nbytes, *(64 * piece for piece in parts.FULL.piece_nbytes)):
-        assert nbytes == parts.layout_of(nbytes // 64).page_nbytes
-    assert parts.FULL.device_tests and 1000 == parts.FULL.hits[1]
+    assert (1, 4, 16) == tuple(nbytes // sizes.MIB for nbytes in sizes.FULL.page_nbytes)
+    assert (32, 64, 256) == tuple(nbytes // sizes.KIB for nbytes in sizes.FULL.piece_nbytes)
+    for nbytes in (*sizes.FULL.page_nbytes, *(64 * piece for piece in sizes.FULL.piece_nbytes)):
+        assert nbytes == sizes.layout_of(nbytes // 64).page_nbytes
+    assert sizes.FULL.device_tests and 1000 == sizes.FULL.hits[1]
 
 
 # ---------------------------------------------------------------------- bytes
@@ -253,6 +257,53 @@ def test_parts_beyond_the_time_are_missed():
     assert {"not run: the time was over"} == {row["note"] for row in report.rows[1:]}
 
 
+@pytest.mark.parametrize("words", ["nothing", "rates,nothing"])
+def test_part_to_skip_that_is_not_there_lists_the_parts(words: str):
+    """One line, before anything is measured."""
+    with pytest.raises(BadInput, match="no part 'nothing'; the parts are admit_path, bytes, rates"):
+        parts.chosen(words)
+
+
+def test_skipped_part_says_so_and_is_no_failure():
+    """It has a row and no verdict."""
+    report = parts.check(parts.Run(CpuMachine(), TINY, time.monotonic() + 600), skip=NAMES - {"pinning"})
+    skipped = {name for name, row in rows_of(report).items() if row.get("note") == "skipped: --skip"}
+    assert report.ok and NAMES - {"pinning"} == skipped and "pin_s_per_gib" in report.metrics
+    assert "  rates        skipped  --skip" in list(summary(report))
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def test_sessions_are_measured_with_each_tier():
+    """A pool of a quarter of what they grow to: it hits less than both tiers do, which find all that was kept."""
+    report = check(CpuMachine(), [parts._model])
+    values = {name: metric.value or 0 for name, metric in report.metrics.items()}
+    assert 0.25 == pytest.approx(values["model_pool_share"], abs=0.01)
+    assert values["model_both_matched_share_cpu"] > 2 * values["model_gpu_matched_share_gpu"]
+    assert all(values[f"model_ttft_{name}_ms"] > 0 for name in sizes.NAMES)
+    wrong = rows_of(report)["model_wrong_positions"]
+    assert (0, True) == (wrong["value"], wrong["reached"]) and wrong["compared"] > 300
+    assert "not watched" == rows_of(report)["model_off_joules_per_1k"]["note"]
+
+
+def test_bits_that_changed_between_two_turns_are_seen(monkeypatch: pytest.MonkeyPatch):
+    """One bit of each page in the pool, after each request."""
+    from bench import _gpu_model
+    from kvkeep.engine.asking import ask as real
+
+    def damaging(engine: Any, *arguments: Any, **keywords: Any) -> Any:
+        answer = real(engine, *arguments, **keywords)
+        engine.pool.kv.view(torch.uint8)[..., 0] ^= 1
+        return answer
+
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(_gpu_model, "ask", damaging)
+    report = check(CpuMachine(), [parts._model])
+    row = rows_of(report)["model_wrong_positions"]
+    assert not report.ok and row["value"] > 0 and False is row["reached"]
+
+
 # ---------------------------------------------------------------------- telemetry beside it
 
 
@@ -273,6 +324,32 @@ def test_telemetry_lies_beside_the_parts(capsys: pytest.CaptureFixture[str]):
     if not told["nvml"]["present"]:
         assert None is report.metrics["telemetry_gpu_energy_j"].value and "here" in row["note"]
     json.dumps(report.to_json(), allow_nan=False)
+
+
+# ---------------------------------------------------------------------- the whole script
+
+
+def test_script_runs_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """All parts, on a processor instead of a device: a result, and a summary of one screen."""
+    commands = {"engine_demo": "demo --model stories260k --sessions 2 --turns 2 --page-size 16 --host-pages 200"}
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_gpu_machine, "CudaMachine", CpuMachine)
+    monkeypatch.setattr(sizes, "SMOKE", replace(TINY, commands=commands))
+    file = tmp_path / "gpu.json"
+    assert gpu_check.main(["--smoke", "--skip", "rates,bytes", "--json", str(file)]) in (0, 1)
+    result = json.loads(file.read_text())
+    assert {row["part"] for row in result["rows"] if "part" in row} == NAMES
+    assert {"model_ttft_ratio", "admit_lock_us", "telemetry_host_cpu_s"} <= result["metrics"].keys()
+    assert result["metrics"]["model_ttft_ratio"]["value"] > 0
+    engine = next(row for row in result["rows"] if row["metric"] == "engine_demo")
+    assert engine["reached"], engine
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("gpu_check on "))
+    screen = lines[start : start + len(NAMES) + 2]
+    assert max(map(len, screen)) <= WIDTH
+    assert sorted(line.split()[0] for line in screen[1:]) == sorted([*NAMES, "telemetry"])
 
 
 # ---------------------------------------------------------------------- commands of their own
@@ -310,8 +387,8 @@ def test_tests_of_the_device_are_found():
 @pytest.mark.parametrize("name", ["engine_demo", "engine_verify"])
 def test_commands_of_the_engine_run(name: str):
     """What is started on a device runs on a processor too, and what it measured is in the row."""
-    assert {"engine_demo", "engine_verify"} == parts.COMMANDS.keys()
-    done = children.run_command([*parts.COMMANDS[name].split(), "--device", "cpu"], 200.0)
+    assert {"engine_demo", "engine_verify"} == sizes.COMMANDS.keys()
+    done = children.run_command([*sizes.COMMANDS[name].split(), "--device", "cpu"], 200.0)
     assert (True, None) == (done.ok, done.error)
     assert done.metrics
 
@@ -355,7 +432,7 @@ class Stubbed(CpuMachine):
         event.done = True
 
 parts.PARTS = ON_DEVICE
-report = parts.check(Stubbed(RecordingApi(0)), TINY, time.monotonic() + 600)
+report = parts.check(parts.Run(Stubbed(RecordingApi(0)), TINY, time.monotonic() + 600))
 rows = {row["metric"]: row for row in report.rows}
 print("admit path:", rows["blocking_calls"]["reached"], rows["calls_that_waited"]["reached"], rows["control_seen"])
 print("seen:", sorted(rows["blocking_calls"]["seen"]))
