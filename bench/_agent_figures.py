@@ -3,8 +3,8 @@
 Must not run anything.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ from bench._load import Slo, goodput_per_s
 from kvkeep.benching import median, p90, p99, summary
 from kvkeep.benching.samples import DRAWS, LEVEL, ratio
 from kvkeep.report import JsonValue, Metric
+from kvkeep.telemetry.energy import JoulesPerTokens
 
 if TYPE_CHECKING:
     from bench._serving import Run
@@ -29,12 +30,14 @@ class Loaded:
     """One workload at one rate, by configuration.
 
     load: of what the engine without a cache can serve.   pool_share: of the working set, that fits into the pool.
+    joules: of 1,000 prompt tokens, by configuration.
     """
 
     workload: str
     load: float
     pool_share: float
     runs: "dict[str, Run]"
+    joules: Mapping[str, JoulesPerTokens] = field(default_factory=dict)
 
 
 def run_row(loaded: Loaded, run: "Run", slo: Slo) -> Row:
@@ -64,9 +67,18 @@ def run_row(loaded: Loaded, run: "Run", slo: Slo) -> Row:
         "matched_share_cpu": round(run.matched_cpu / run.prompt_tokens, 4),
         "stalls": run.stalls,
         "stall_s": round(run.stall_s, 4),
+        "live_stalls": len(run.starved),
         "preemptions": sum(request.preemptions for request in run.requests),
         "late_ms_max": round(1e3 * max((one.sent_s or 0.0) - one.due_s for one in run.served), 1),
+        **_joules(loaded.joules.get(run.setup.name)),
     }
+
+
+def _joules(found: JoulesPerTokens | None) -> Row:
+    if found is None:
+        return {}
+    value = None if found.value is None else round(found.value, 3)
+    return {"joules_per_1k": value, "joules_how": found.how if found.value is not None else found.reason}
 
 
 def request_rows(loaded: Loaded, run: "Run", turns: Sequence[tuple[int, int]]) -> Iterator[Row]:
@@ -134,6 +146,7 @@ def load_metrics(steady: Loaded, every: Sequence[Loaded], slo: Slo) -> dict[str,
         "ttft_ratio": ttft_ratio(steady),
         "goodput_ratio": goodput_ratio(every, slo),
         "stalls": Metric(sum(one.runs[BOTH].stalls for one in every), "requests", better="lower"),
+        "live_stalls": Metric(sum(len(one.runs[BOTH].starved) for one in every), "requests", better="lower"),
         "stall_s": Metric(round(sum(one.runs[BOTH].stall_s for one in every), 4), "s"),
         "matched_share_gpu": Metric(
             round(both.matched_gpu / both.prompt_tokens, 4), "of prompt tokens", better="higher"
@@ -157,6 +170,8 @@ def load_metrics(steady: Loaded, every: Sequence[Loaded], slo: Slo) -> dict[str,
         fastest = max((one.runs[name] for one in every), key=lambda run: run.output_tokens / run.span_s)
         total = (fastest.prompt_tokens + fastest.output_tokens) / fastest.span_s
         out[f"throughput_{name}"] = Metric(round(total, 1), "tokens/s")
+    for name, told in steady.joules.items():
+        out[f"joules_per_1k_{name}"] = Metric(None if told.value is None else round(told.value, 3), "J", better="lower")
     return out
 
 

@@ -13,5 +13,10 @@ def with_telemetry(report: Report, telemetry: MachineTelemetry) -> Report:
     """The report with the main figures as metrics `telemetry_*` (None where there is none), and a row with the rest."""
     metrics = {f"telemetry_{name}": Metric(value, unit) for name, (value, unit) in telemetry.figures().items()}
     told = telemetry.to_json()
-    row = {"metric": "telemetry", "note": told["nvml"]["reason"] or told["nvml"]["device"] or "", "telemetry": told}
+    row = {
+        "series": "telemetry",
+        "metric": "telemetry",
+        "note": told["nvml"]["reason"] or told["nvml"]["device"] or "",
+        "telemetry": told,
+    }
     return replace(report, metrics={**report.metrics, **metrics}, rows=[*report.rows, row])

@@ -32,10 +32,13 @@ from bench._agent_figures import (
 from bench._load import Arrivals, Slo, poisson, recorded
 from bench._measure import ENGINE, SPIN_QUIET_US, case_parser, lacking, traces_folder
 from bench._sessions import Held, Recorded, has_swe, hold, random_conversations, real_conversations, recorded_swe
+from bench._telemetry import with_telemetry
 from bench._vllm_workloads import Workload
 from kvkeep.benching import spin_us
 from kvkeep.benching.record import work_checksum
 from kvkeep.report import Metric, Report
+from kvkeep.telemetry.energy import joules_per_1k_prompt_tokens
+from kvkeep.telemetry.machine import MachineTelemetry
 
 if TYPE_CHECKING:
     from bench._serving import Run, Setup
@@ -93,7 +96,13 @@ def run(arguments: list[str]) -> Report:
     slo = Slo(options.slo_ttft or sizes.slo.ttft_s * scale, options.slo_itl or sizes.slo.itl_s * scale)
     print(f"SLO: {slo}", flush=True)
     loaded = load_model(options.model or sizes.model, device=options.device)
-    bench = _Bench(loaded, sizes, options.seed)
+    with MachineTelemetry() as telemetry:
+        report = _measured(_Bench(loaded, sizes, options.seed, telemetry), options, slo)
+    return with_telemetry(report, telemetry)
+
+
+def _measured(bench: "_Bench", options: argparse.Namespace, slo: Slo) -> Report:
+    sizes = bench.sizes
     held = bench.hold()
     per_s = bench.alone(held)
     every = [
@@ -123,8 +132,8 @@ def run(arguments: list[str]) -> Report:
 class _Bench:
     """The model, the configurations, and what has been found so far."""
 
-    def __init__(self, loaded: "LoadedModel", sizes: Sizes, seed: int) -> None:
-        self.loaded, self.sizes, self.seed = loaded, sizes, seed
+    def __init__(self, loaded: "LoadedModel", sizes: Sizes, seed: int, telemetry: MachineTelemetry) -> None:
+        self.loaded, self.sizes, self.seed, self.telemetry = loaded, sizes, seed, telemetry
         self.metrics: dict[str, Metric] = {}
         self.rows: list[Row] = []
         self.digests: list[str] = []
@@ -207,13 +216,15 @@ class _Bench:
         """One workload at one rate in each of the configurations, one after the other."""
         from bench._serving import serve, warmed
 
-        workload, runs, setups = held.workload, {}, self.setups(held)
+        workload, runs, joules, setups = held.workload, {}, {}, self.setups(held)
         for name in names:
             print(f"{workload.name}, {arrivals.what}: {name}", flush=True)
             engine = warmed(self.loaded, setups[name], self.sizes.page_size)
+            before = self.telemetry.energy()
             runs[name] = serve(engine, setups[name], workload, arrivals, held.salts)
+            joules[name] = joules_per_1k_prompt_tokens(before, self.telemetry.energy(), workload.prompt_tokens)
             engine.close()
-        return Loaded(workload.name, load, self.pool_share(held), runs)
+        return Loaded(workload.name, load, self.pool_share(held), runs, joules)
 
     def swe(self, traces: Path) -> Recorded:
         """Sessions of mini_swe as they were recorded."""

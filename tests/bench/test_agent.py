@@ -4,7 +4,7 @@ Must not judge a time: that is the benches' own business.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from bench.overhead import AGAIN, GPU, Asked, metrics_of
 from kvkeep.benching import run_bench
 from kvkeep.errors import BadInput
 from kvkeep.report import Report
+from kvkeep.telemetry.energy import JoulesPerTokens
 
 SLO = Slo(1.0, 1.0)
 
@@ -35,6 +36,7 @@ class MadeUpRun:
     looks: list[Any] = field(default_factory=list)
     span_s: float = 10.0
     output_tokens: int = 20
+    starved: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.setup = SimpleNamespace(name=self.name, pool_pages=4, host_pages=0)
@@ -81,11 +83,17 @@ def test_goodput_of_nothing_counts_as_one_request():
 def test_metrics_of_loads_are_those_that_are_promised():
     """Shares of the steady run, stalls of all runs, goodput and throughput of each configuration."""
     steady, crowded = loaded(0.7, [0.5] * 4, [0.1] * 4), loaded(2.0, [9.0] * 4, [0.2] * 4, per_s=4.0)
-    crowded.runs[BOTH].stalls = 3  # type: ignore[misc]
+    crowded.runs[BOTH].stalls, crowded.runs[BOTH].starved = 3, {1, 2}  # type: ignore[misc]
+    told = {OFF: JoulesPerTokens(12.5, "energy counter", None), BOTH: JoulesPerTokens(None, None, "no device")}
+    steady = replace(steady, joules=told)
     found = load_metrics(steady, [steady, crowded], SLO)
     assert {"ttft_ratio", "goodput_ratio", "stalls", "matched_share_gpu", "matched_share_cpu"} <= found.keys()
     values = {name: found[name].value for name in ("stalls", "matched_share_gpu", "matched_share_cpu")}
     assert {"stalls": 3, "matched_share_gpu": 0.4, "matched_share_cpu": 0.2} == values
+    assert (2, 12.5, None) == tuple(
+        found[name].value for name in ("live_stalls", "joules_per_1k_off", "joules_per_1k_both")
+    )
+    assert "no device" == run_row(steady, steady.runs[BOTH], SLO)["joules_how"]
     assert found["goodput_off_per_s"].value == pytest.approx(2.0, rel=1e-3)
     assert found["goodput_both_per_s"].value == pytest.approx(4.0, rel=1e-3)
     row = run_row(crowded, crowded.runs[BOTH], SLO)
