@@ -121,9 +121,30 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gpu-check-is-fine-without-its-parts",
         PARTS,
-        'yield {"metric": name, "note": "not run: the time was over", "reached": False}',
-        'yield {"metric": name, "note": "not run: the time was over"}',
+        'yield {"metric": name, "part": name, "note": "not run: the time was over", "reached": False}',
+        'yield {"metric": name, "part": name, "note": "not run: the time was over"}',
         (CHECK_TESTS + "test_parts_beyond_the_time_are_missed",),
+    ),
+    Bug(
+        "gpu-check-runs-what-it-was-told-to-skip",
+        PARTS,
+        "for row in [skipped] if name_of(part) in skip else _guarded(part, run):",
+        "for row in _guarded(part, run):",
+        (CHECK_TESTS + "test_skipped_part_says_so_and_is_no_failure",),
+    ),
+    Bug(
+        "gpu-check-compares-a-hit-with-itself",
+        "bench/_gpu_model.py",
+        "self._compare(self._last[self._session], kv, request.matched_len)",
+        "self._compare(kv, kv, request.matched_len)",
+        (CHECK_TESTS + "test_bits_that_changed_between_two_turns_are_seen",),
+    ),
+    Bug(
+        "random-model-of-other-weights-each-time",
+        "kvkeep/engine/loader.py",
+        "    random = torch.Generator(device).manual_seed(SEED)\n",
+        "    random = torch.Generator(device); random.seed()\n",
+        ("tests/engine/test_shapes.py::test_same_weights_each_time",),
     ),
     Bug(
         "cuda-closes-its-streams-twice",
