@@ -18,7 +18,7 @@ what the line is for is better than a whole file. Set `may_hang=True` where the 
 for ever: only then does running out of time count as caught.
 
 `make planted` plants each bug in turn and shows the table; `make planted ARGS="ID ID"` only some of them.
-`make test` checks that each still applies, `make test-full` that each is caught.
+`make test` checks that each still applies, `make planted-full` that each is caught.
 """
 
 from tests.planted import (
