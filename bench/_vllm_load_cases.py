@@ -159,7 +159,7 @@ def mooncake_replay(trace: Trace, shape: MooncakeShape, seed: int) -> LoadCase:
     chosen = _conversations(trace, shape)
     numbered = sorted(
         ((request, session, turn) for session, rounds in enumerate(chosen) for turn, request in enumerate(rounds)),
-        key=lambda one: (one[0].time_s, one[1]),
+        key=lambda one: (one[0].time_s, one[0].session),
     )
     asks = tuple(Ask(session, turn, _prompt(trace, request, shape, seed)) for request, session, turn in numbered)
     outputs = (request.final_len - request.prompt_len for request, _, _ in numbered)
