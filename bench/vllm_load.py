@@ -57,9 +57,9 @@ class Sizes:
 
 FULL = Sizes(
     "smollm2",
-    PrefixShape(prefixes=8, repeats=3, prefix_tokens=896, suffix_min=16, suffix_max=256, new_tokens=8),
-    SampledShape(prompts=14, repeats=3, tokens_min=384, tokens_max=1536, new_tokens=8),
-    MooncakeShape(12, 3, prompt_max=6144, within_s=600.0, block_tokens=128, output_over=64, new_tokens_max=12),
+    PrefixShape(prefixes=8, repeats=3, prefix_tokens=640, suffix_min=16, suffix_max=256, new_tokens=8),
+    SampledShape(prompts=10, repeats=3, tokens_min=320, tokens_max=1280, new_tokens=8),
+    MooncakeShape(10, 3, prompt_max=6144, within_s=600.0, block_tokens=128, output_over=64, new_tokens_max=12),
     repeats=2,
     slo=Slo(ttft_s=3.0, itl_s=0.5),
 )

@@ -302,9 +302,11 @@ def one_pass(configuration: str, ttft_s: Sequence[float], hits: float = 0.0, fai
     return LoadPass("some", configuration, 0, arrivals, outcomes, 0.0, hits, 1.0, 5.0, 300.0)
 
 
-def found(alone: LoadPass, kept: LoadPass, **more: Any) -> Found:
-    probe = Probe({ALONE: [1], KVKEEP: [1]}, {ALONE: [2], KVKEEP: [2]}, {ALONE: 128, KVKEEP: 128}, 128.0)
-    return Found(9, 0.5, **({"passes": [alone, kept], "probes": [probe]} | more))
+PROBE = Probe({ALONE: [1], KVKEEP: [1]}, {ALONE: [2], KVKEEP: [2]}, {ALONE: 128, KVKEEP: 128}, 128.0)
+
+
+def found(*passes: LoadPass, probes: Sequence[Probe] = (PROBE,), bad_lines: Sequence[str] = ()) -> Found:
+    return Found(9, 0.5, passes=list(passes), probes=list(probes), bad_lines=list(bad_lines))
 
 
 FULL_HITS = 3 * 256.0
@@ -352,13 +354,12 @@ def test_who_fails_has_not_met_the_slo_and_is_an_error():
 def test_every_promise_that_is_broken_is_a_limit_missed():
     """Texts without load that differ, cold or from the tier; a tier that brought nothing; hits far below what can be
     matched; errors in a log."""
-    [probe] = GOOD.probes
-    differing = replace(probe, again={ALONE: [2], KVKEEP: [3]})
-    assert ["probe_texts_apart"] == missed(found(*GOOD.passes, probes=[probe, differing]))
-    differing = replace(probe, first={ALONE: [2], KVKEEP: [3]})
+    differing = replace(PROBE, again={ALONE: [2], KVKEEP: [3]})
+    assert ["probe_texts_apart"] == missed(found(*GOOD.passes, probes=[PROBE, differing]))
+    differing = replace(PROBE, first={ALONE: [2], KVKEEP: [3]})
     assert ["probe_texts_apart"] == missed(found(*GOOD.passes, probes=[differing]))
-    idle = replace(probe, external_tokens=0.0)
-    assert ["probe_external_tokens"] == missed(found(*GOOD.passes, probes=[probe, idle]))
+    idle = replace(PROBE, external_tokens=0.0)
+    assert ["probe_external_tokens"] == missed(found(*GOOD.passes, probes=[PROBE, idle]))
     few = one_pass(KVKEEP, (0.5,) * 4, hits=2 * 256.0)
     assert ["some_of_ceiling"] == missed(found(GOOD.passes[0], few))
     assert ["log_errors"] == missed(found(*GOOD.passes, bad_lines=["ERROR"]))
