@@ -207,7 +207,7 @@ class Server:
 async def running(server: Server) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", server.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
