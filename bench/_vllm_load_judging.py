@@ -39,7 +39,10 @@ def metrics(cases: Sequence[LoadCase], found: Found, block_size: int, slo: Slo) 
     out["probe_texts_apart"] = Metric(sum(one.apart for one in found.probes), "texts", samples=2 * len(found.probes))
     out["probe_external_tokens"] = Metric(int(min(one.external_tokens for one in found.probes)), "tokens")
     out["capacity_per_s"] = Metric(round(found.capacity_per_s, 1), "prompt tokens/s")
-    out |= {"slo_ttft_s": Metric(round(slo.ttft_s, 3), "s of the SLO"), "slo_itl_s": Metric(slo.itl_s, "s of the SLO")}
+    out |= {
+        "slo_ttft_s": Metric(round(slo.ttft_s, 3), "s of the SLO"),
+        "slo_itl_s": Metric(round(slo.itl_s, 3), "s of the SLO"),
+    }
     return out
 
 
