@@ -54,11 +54,14 @@ class Probe:
 
 @dataclass(slots=True)
 class Found:
-    """What a run has found.   capacity_per_s: prompt tokens a second of requests that match nothing, one at a time."""
+    """What a run has found.
+
+    capacities_per_s: prompt tokens a second of requests that match nothing, one at a time, before each case.
+    """
 
     blocks: int
     tier_gib: float
-    capacity_per_s: float = 0.0
+    capacities_per_s: list[float] = field(default_factory=list)
     passes: list[LoadPass] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
     bad_lines: list[str] = field(default_factory=list)

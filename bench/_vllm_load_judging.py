@@ -38,7 +38,7 @@ def metrics(cases: Sequence[LoadCase], found: Found, block_size: int, slo: Slo) 
     out["log_errors"] = Metric(len(found.bad_lines), "lines")
     out["probe_texts_apart"] = Metric(sum(one.apart for one in found.probes), "texts", samples=2 * len(found.probes))
     out["probe_external_tokens"] = Metric(int(min(one.external_tokens for one in found.probes)), "tokens")
-    out["capacity_per_s"] = Metric(round(found.capacity_per_s, 1), "prompt tokens/s")
+    out["capacity_per_s"] = _summary([[one] for one in found.capacities_per_s], "prompt tokens/s", 1)
     out |= {
         "slo_ttft_s": Metric(round(slo.ttft_s, 3), "s of the SLO"),
         "slo_itl_s": Metric(round(slo.itl_s, 3), "s of the SLO"),
@@ -83,7 +83,7 @@ def _compared(case: LoadCase, by: Mapping[str, Sequence[LoadPass]], block_size: 
         "ceiling_share": Metric(round(ceiling, 4), "of prompt tokens"),
         "cpu_over_alone": Metric(round(sum(cpu[0]) / sum(cpu[1]), 3), "ratio", better="lower"),
         "texts_same": Metric(round(sum(texts) / len(texts), 4), "of texts", samples=len(texts)),
-        "offered_per_s": Metric(round(by[ALONE][0].arrivals.per_s, 4), "requests/s"),
+        "offered_per_s": _summary([[one.arrivals.per_s] for one in by[ALONE]], "requests/s", 4),
     }
     return {f"{case.name}_{name}": metric for name, metric in out.items()}
 
@@ -145,10 +145,14 @@ def throughput_per_s(one: LoadPass) -> float:
 
 
 def rows(cases: Sequence[LoadCase], found: Found, slo: Slo) -> Iterator[Row]:
-    """A row a pass, a row a request, and the one that says what is not here."""
+    """A row a pass, a row a probe, a row a request, and the one that says what is not here."""
     of = {case.name: case for case in cases}
     for one in found.passes:
         yield _pass_row(of[one.case], one, found, slo)
+    for number, probe in enumerate(found.probes):
+        said: Row = {"series": "probe", "number": number, "apart": probe.apart}
+        said["external_tokens"] = probe.external_tokens
+        yield said | {f"matched_{name}_tokens": matched for name, matched in probe.matched.items()}
     for one in found.passes:
         for ask, outcome in zip(of[one.case].asks, one.outcomes, strict=True):
             where: Row = {"series": "request", "case": one.case, "config": one.configuration, "repeat": one.repeat}

@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -16,7 +16,7 @@ from bench._vllm_load_cases import LoadCase
 from bench._vllm_load_found import ALONE, KVKEEP, Found, LoadPass, Probe
 from bench._vllm_load_sending import Outcome, send
 from bench._vllm_models import kv_nbytes_per_token
-from bench._vllm_passes import CONFIGURATIONS, GIB, TIER_ROOM, Place, changes, kvkeep_connector, rounds
+from bench._vllm_passes import CONFIGURATIONS, GIB, TIER_ROOM, Place, changes, kvkeep_connector
 from bench._vllm_server import MODEL_NAME, Served, ServerFailed, VllmSetup
 from bench._vllm_workloads import random_prompt
 from kvkeep.benching import median, spin_us
@@ -34,7 +34,7 @@ ALONE_SEED = 5_000_000
 def run_load(cases: Sequence[LoadCase], place: Place, repeats: int, load: float, seed: int) -> Found:
     """All cases, `repeats` times at each server.
 
-    load: the offered rate, over what the server without a connector could serve if nothing were ever matched.
+    load: the offered rate, over what the server without a connector can serve of prompts that match nothing.
     """
     working = [case.blocks(place.block_size) for case in cases]
     least = max(case.blocks_min(place.block_size) for case in cases)
@@ -51,12 +51,11 @@ def run_load(cases: Sequence[LoadCase], place: Place, repeats: int, load: float,
         say(f"two servers of {found.blocks} blocks are up after {max(found.starts_s):.0f} s")
         for up in ups.values():
             _warm_up(up)
-        found.capacity_per_s = _capacity_per_s(ups[ALONE])
-        say(f"nothing matched, one request at a time: {found.capacity_per_s:.0f} prompt tokens a second")
-        for repeat, case, name in _order(cases, repeats):
-            per_s = load * found.capacity_per_s * len(case.asks) / case.prompt_tokens
-            found.passes.append(_pass(ups[name], name, case, repeat, case.arrivals(per_s, seed + repeat)))
-            say(f"{case.name} {name} {repeat}: {found.passes[-1].wall_s:.1f} s")
+        for number, (repeat, case, names) in enumerate(_order(cases, repeats)):
+            found.capacities_per_s.append(_capacity_per_s(ups[ALONE], number))
+            per_s = load * found.capacities_per_s[-1] * len(case.asks) / case.prompt_tokens
+            arrivals = case.arrivals(per_s, seed + repeat)
+            found.passes += [_pass(ups[name], name, case, repeat, arrivals) for name in names]
         found.probes = [_probe(ups, number) for number in range(ALONE_PROMPTS)]
         for up in ups.values():
             up.check_alive()
@@ -69,10 +68,11 @@ def say(text: str) -> None:
     print(f"  {text}", flush=True)
 
 
-def _order(cases: Sequence[LoadCase], repeats: int) -> Sequence[tuple[int, LoadCase, str]]:
+def _order(cases: Sequence[LoadCase], repeats: int) -> Iterator[tuple[int, LoadCase, tuple[str, str]]]:
     """A case at both servers, one right after the other; every second repeat in the other order."""
-    names = list(rounds((ALONE, KVKEEP), repeats))
-    return [(repeat, case, name) for repeat in range(repeats) for case in cases for at, name in names if at == repeat]
+    for repeat in range(repeats):
+        for case in cases:
+            yield repeat, case, (ALONE, KVKEEP) if repeat % 2 == 0 else (KVKEEP, ALONE)
 
 
 def _served(name: str, found: Found, length_max: int, place: Place) -> Served:
@@ -98,6 +98,7 @@ def _pass(up: Served, name: str, case: LoadCase, repeat: int, arrivals: Arrivals
     wall_s, cpu_s = time.perf_counter() - began, up.cpu_s() - cpu_s
     up.check_alive()
     local, external = _hits(before, up.metrics())
+    say(f"{case.name} {name} {repeat}: {wall_s:.1f} s, {arrivals.per_s:.2f} requests a second")
     return LoadPass(case.name, name, repeat, arrivals, outcomes, local, external, cpu_s, wall_s, spin)
 
 
@@ -134,9 +135,11 @@ def _warm_up(up: Served) -> None:
         _alone(up, prompt[:length])
 
 
-def _capacity_per_s(up: Served) -> float:
-    prompts = [random_prompt(ALONE_TOKENS, ALONE_SEED + 1 + number) for number in range(ALONE_PROMPTS)]
-    return ALONE_TOKENS / median([_alone(up, prompt).served.total_s for prompt in prompts])
+def _capacity_per_s(up: Served, number: int) -> float:
+    """Measured right before a case, since the machine changes its speed by the minute."""
+    seeds = (ALONE_SEED + 1000 + ALONE_PROMPTS * number + at for at in range(ALONE_PROMPTS))
+    times_s = [_alone(up, random_prompt(ALONE_TOKENS, seed)).served.total_s for seed in seeds]
+    return ALONE_TOKENS / median(times_s)
 
 
 def _probe(ups: dict[str, Served], number: int) -> Probe:

@@ -366,9 +366,9 @@ def test_every_promise_that_is_broken_is_a_limit_missed():
 
 
 def test_rows_tell_each_pass_each_request_and_what_is_left_out():
-    """Two passes of four requests, why SGLang is not there, and a table with a line a pass."""
+    """Two passes of four requests, a probe, why SGLang is not there, and a table with a line a pass."""
     every = list(rows([CASE], GOOD, SLO))
-    assert {"load": 2, "request": 8, "left out": 1} == Counter(row["series"] for row in every)
+    assert {"load": 2, "probe": 1, "request": 8, "left out": 1} == Counter(row["series"] for row in every)
     [sglang] = [row for row in every if row["series"] == "left out"]
     assert "sglang" == sglang["config"] and "needs a GPU" in str(sglang["reason"])
     assert [1, 4] == [row["slo_met"] for row in every if row["series"] == "load"]
