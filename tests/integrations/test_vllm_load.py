@@ -1,32 +1,34 @@
-"""`kvkeep bench vllm_load` over real vLLM servers: the smoke run, from the command to its result.
+"""`kvkeep bench vllm_load` over real vLLM servers: the smoke run, from its options to its report.
 
 Must not judge a time.  Where vLLM is not installed, this is skipped.
 """
-
-import json
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this environment: run `make test-vllm`")
 
-from bench.vllm_load import CASES, main
+from bench.vllm_load import CASES
+from kvkeep.benching import run_bench
 
 pytestmark = pytest.mark.slow  # two real servers
 
 
-def test_a_load_is_served_with_and_without_our_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_load_is_served_with_and_without_our_tier(capsys: pytest.CaptureFixture[str]):
     """Every request is answered by both, the tier brings what vLLM's own space has lost, prompts without load have
     the same tokens from the tier as from vLLM's blocks, and the logs tell of no error."""
-    path = tmp_path / "vllm_load.json"
-    code = main(["--smoke", "--json", str(path)])
-    made = json.loads(path.read_text())
-    assert 0 == code and made["ok"], capsys.readouterr().out
-    values = {name: metric["value"] for name, metric in made["metrics"].items()}
+    made = run_bench("vllm_load", ["--smoke"])
+    assert made.ok, capsys.readouterr().out
+    values = {name: metric.value for name, metric in made.metrics.items()}
     assert [0, 0, 0] == [values[name] for name in ("errors", "log_errors", "probe_texts_apart")]
-    assert 0 < values["probe_external_tokens"]
+    loads = [row for row in made.rows if row["series"] == "load"]
+    assert [(case, config) for case in CASES for config in ("alone", "kvkeep")] == [
+        (row["case"], row["config"]) for row in loads
+    ]
+    shares = {(row["case"], row["config"]): (row["hit_share"], row["external_share"]) for row in loads}
     for case in CASES:
-        assert values[f"{case}_alone_hit_share"] < values[f"{case}_kvkeep_hit_share"]
-        assert 0.9 <= values[f"{case}_of_ceiling"]
-    external = [row["external_share"] for row in made["rows"] if row["series"] == "load" and row["config"] == "kvkeep"]
-    assert len(CASES) == len(external) and all(share > 0 for share in external)
+        alone, kept = shares[case, "alone"], shares[case, "kvkeep"]
+        assert 0.0 == alone[1] < kept[1] and alone[0] < kept[0]
+    probes = [row for row in made.rows if row["series"] == "probe"]
+    assert 3 == len(probes)
+    for row in probes:
+        assert row["matched_alone_tokens"] == row["matched_kvkeep_tokens"] == row["external_tokens"] == 896
