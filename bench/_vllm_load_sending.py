@@ -50,14 +50,15 @@ async def send(
 ) -> list[Outcome]:
     """Asks all of them, each when it is due; returns what came, in that order, when the last has ended.
 
-    Nothing that the server does delays a request: there is a connection for each that is on its way.
+    Nothing that the server does delays a request: each has a connection of its own.  None is used again, for a server
+    may close it at the very moment at which the next request is sent, which would then fail.
     """
     out = [
         Outcome(Served(number, due_s, wanted))
         for number, (due_s, wanted) in enumerate(zip(arrivals.due_s, new_tokens, strict=True))
     ]
     bodies = [body(model, prompt, wanted) for prompt, wanted in zip(prompts, new_tokens, strict=True)]
-    connections = aiohttp.TCPConnector(limit=0)
+    connections = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(
         url, connector=connections, timeout=timeout, read_bufsize=LINE_NBYTES_MAX

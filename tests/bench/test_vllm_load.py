@@ -169,12 +169,14 @@ class Server:
     def __init__(self, broken: str = "") -> None:
         self.broken = broken
         self.asked: list[dict[str, Any]] = []
+        self.peers: list[object] = []
         self.hold = asyncio.Event()
         self.at_once = self._now = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         self.asked.append(asked)
+        self.peers.append(request.transport and request.transport.get_extra_info("peername"))
         self._now += 1
         self.at_once = max(self.at_once, self._now)
         await self.hold.wait()
@@ -258,6 +260,14 @@ def test_latency_counts_from_when_a_request_was_due():
     for one in (first, second):
         assert one.served.whole and all(gap > 0 for gap in one.served.itl_s)
         assert (2, 1) == (one.prompt_tokens, one.cached_tokens)
+
+
+def test_no_connection_is_used_again():
+    """A server closes those that are idle, at a moment that nobody knows: the request on it would fail."""
+    server = Server()
+    server.hold.set()
+    sent(server, [0.0, 0.1, 0.2, 0.3])
+    assert 4 == len(set(server.peers))
 
 
 def test_a_greedy_stream_of_exactly_so_many_tokens_is_asked_for():

@@ -13,9 +13,16 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "vllm-load-waits-for-a-connection",
         SENDING,
-        "    connections = aiohttp.TCPConnector(limit=0)\n",
-        "    connections = aiohttp.TCPConnector()\n",
+        "    connections = aiohttp.TCPConnector(limit=0, force_close=True)\n",
+        "    connections = aiohttp.TCPConnector(force_close=True)\n",
         (TESTS + "test_requests_are_sent_when_due_whoever_waits",),
+    ),
+    Bug(
+        "vllm-load-uses-a-connection-again",
+        SENDING,
+        "    connections = aiohttp.TCPConnector(limit=0, force_close=True)\n",
+        "    connections = aiohttp.TCPConnector(limit=0)\n",
+        (TESTS + "test_no_connection_is_used_again",),
     ),
     Bug(
         "vllm-load-waits-for-the-answer-before",
