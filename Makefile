@@ -128,6 +128,10 @@ bench-vllm: vllm-environment ## serve recorded sessions with vLLM, alone and wit
 	@$(MAKE) --no-print-directory lmcache-environment || echo "bench-vllm: LMCache 0.5.6 cannot be installed here"; \
 	$(VLLM_PY) -m bench.vllm_serving $(ARGS)
 
+.PHONY: bench-vllm-load
+bench-vllm-load: vllm-environment ## vLLM under an open-loop load, alone and with a CPU tier, 8 minutes (ARGS=--smoke)
+	@$(VLLM_PY) -m bench.vllm_load $(ARGS)
+
 # Ray too: it is large, and nothing else needs it.
 RAY := .venv-ray
 

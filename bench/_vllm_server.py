@@ -56,7 +56,7 @@ class VllmSetup:
 
     blocks: of the KV space, the null block included.   block_size, length_max: tokens.
     connector: the value of --kv-transfer-config; None for vLLM alone.
-    python: the interpreter, of an environment that has vLLM.
+    python: the interpreter, of an environment that has vLLM.   environment: added to that of all servers.
     """
 
     model: Path
@@ -67,6 +67,7 @@ class VllmSetup:
     python: str = sys.executable
     kv_space_gib: int = 2
     more: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
         words = [
@@ -217,7 +218,7 @@ class Served:
             port = free_port()
             setup, server = _with_lmcache(setup, port, lmcache_gib)
             self.processes.append(Process("lmcache", server, logs / f"{name}.lmcache.log"))
-        space = {"VLLM_CPU_KVCACHE_SPACE": str(setup.kv_space_gib)}
+        space = {"VLLM_CPU_KVCACHE_SPACE": str(setup.kv_space_gib), **setup.environment}
         self.vllm = Process("vllm", setup.command(self._port), logs / f"{name}.vllm.log", space)
         self.processes.append(self.vllm)
         self.setup = setup
