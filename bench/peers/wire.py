@@ -1,0 +1,135 @@
+"""A manager in a process of its own, and the lines of JSON by which it is asked.  One works at a time: who asks waits.
+
+Must not know any manager, nor what its figures mean.
+
+    {"do": "hello"}                                                     {"version": ..., "variants": [...]}
+    {"do": "plan", "case": "w1", "sizes": {...}}                        {"checksum": ..., "requests": ...}
+    {"do": "open", "variant": ..., "tokens": ..., "host_tokens": ...}   {} when the untimed requests are served
+    {"do": "serve", "until": 192}                                       {"us": [...], "matched": [...], "host": [...]}
+    {"do": "close"}                                                     {}
+
+What cannot be done is answered with {"reason": "..."}: one line, and the process goes on.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Protocol
+
+from bench._workload import Ids, Turn
+from bench.peers.plans import Plan, Sizes, plan
+
+Answer = dict[str, Any]
+
+
+class Cannot(Exception):
+    """What a manager has no means for, in one line."""
+
+
+class Manager(Protocol):
+    """An empty cache with its pool."""
+
+    def prepare(self, ids: Any, turn: Turn) -> Any:
+        """What a request brings, in the form that this manager takes.  Not timed.   ids: as `Adapter.form` made them."""
+
+    def serve(self, prepared: Any) -> tuple[int, int]:
+        """A whole request, one live at a time: names, match and pin, room for all of it, commit, release.
+
+        Returns the prompt tokens that it matched where the model reads, and those that came from host memory.
+        """
+
+    def close(self) -> None:
+        """Lets go of everything."""
+
+
+class Adapter(Protocol):
+    """A package's managers.   variants: those that it has."""
+
+    version: str
+    variants: Sequence[str]
+
+    def form(self, ids: Ids) -> Any:
+        """Token ids in the form that requests of this package have."""
+
+    def open(self, variant: str, tokens: int, host_tokens: int) -> Manager:
+        """An empty cache of so many tokens, above one in host memory (0: none).  Raises `Cannot`."""
+
+
+@dataclass
+class Desk:
+    """The child's side: one plan, one open manager, and how far it has come."""
+
+    adapter: Adapter
+    plan: Plan | None = None
+    forms: list[Any] = field(default_factory=list)
+    manager: Manager | None = None
+    done: int = 0
+
+    def answer(self, asked: Mapping[str, Any]) -> Answer:
+        """Does what is asked."""
+        what = asked["do"]
+        if what == "hello":
+            return {"version": self.adapter.version, "variants": list(self.adapter.variants)}
+        if what == "plan":
+            self.plan = plan(str(asked["case"]), Sizes(**asked["sizes"]))
+            self.forms = [self.adapter.form(ids) for ids in self.plan.ids]
+            return {"checksum": self.plan.checksum(), "requests": len(self.plan.turns) - self.plan.warm}
+        if what == "open":
+            assert self.plan is not None
+            self._close()
+            self.manager = self.adapter.open(asked["variant"], asked["tokens"], asked["host_tokens"])
+            self._serve(self.plan.warm)
+            return {}
+        if what == "serve":
+            assert self.plan is not None
+            return self._serve(self.plan.warm + int(asked["until"]))
+        if what == "close":
+            self._close()
+            return {}
+        raise ValueError(f"asked to {what!r}")
+
+    def _close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+        self.manager, self.done = None, 0
+        gc.unfreeze()
+
+    def _serve(self, until: int) -> Answer:
+        """The requests up to `until`, each timed.   us: microseconds.   matched, host: tokens."""
+        assert self.plan is not None and self.manager is not None
+        manager, clock = self.manager, time.perf_counter_ns
+        us, matched, host = list[float](), list[int](), list[int]()
+        gc.collect()
+        gc.freeze()  # what stands now is not walked; what a request makes is
+        for turn in self.plan.turns[self.done : until]:
+            prepared = manager.prepare(self.forms[turn.session], turn)
+            began = clock()
+            found = manager.serve(prepared)
+            us.append((clock() - began) / 1e3)
+            matched.append(found[0])
+            host.append(found[1])
+        self.done = until
+        return {"us": us, "matched": matched, "host": host}
+
+
+def serve(adapter: Adapter, answers: IO[str]) -> None:
+    """Answers what comes on the standard input, until it ends."""
+    desk = Desk(adapter)
+    for line in sys.stdin:
+        try:
+            answer = desk.answer(json.loads(line))
+        except Cannot as reason:
+            answer = {"reason": str(reason)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def answers_apart() -> IO[str]:
+    """The standard output, for answers alone: what packages print goes to the standard error from now on."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return out
