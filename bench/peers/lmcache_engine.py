@@ -50,7 +50,12 @@ class Engine:
         metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.bfloat16, SHAPE, chunk_size=PAGE)
         self._name = f"engine-{next(NUMBERS)}"
         self._engine = LMCacheEngineBuilder.get_or_create(
-            self._name, config, metadata, MockGPUConnector(SHAPE), lambda tensor, source: None, lambda thing, source: thing
+            self._name,
+            config,
+            metadata,
+            MockGPUConnector(SHAPE),
+            lambda tensor, source: None,
+            lambda thing, source: thing,
         )
         self._engine.post_init()
         self._asked = 0

@@ -5,8 +5,8 @@ Must not know any manager, nor what its figures mean.
     {"do": "hello"}                                                     {"version": ..., "variants": [...]}
     {"do": "plan", "case": "w1", "sizes": {...}}                        {"checksum": ..., "requests": ...}
     {"do": "open", "variant": ..., "tokens": ..., "host_tokens": ...}   {} when the untimed requests are served
-    {"do": "serve", "until": 192}                                       {"us": [...], "matched": [...], "host": [...]}
-    {"do": "close"}                                                     {}
+    {"do": "serve", "variant": ..., "until": 192}                       {"us": [...], "matched": [...], "host": [...]}
+    {"do": "close"}                                                     {} when all that are open are closed
 
 What cannot be done is answered with {"reason": "..."}: one line, and the process goes on.
 """
@@ -61,13 +61,13 @@ class Adapter(Protocol):
 
 @dataclass
 class Desk:
-    """The child's side: one plan, one open manager, and how far it has come."""
+    """The child's side: one plan, and for each variant that is open its manager and how far it has come."""
 
     adapter: Adapter
     plan: Plan | None = None
     forms: list[Any] = field(default_factory=list)
-    manager: Manager | None = None
-    done: int = 0
+    managers: dict[str, Manager] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
 
     def answer(self, asked: Mapping[str, Any]) -> Answer:
         """Does what is asked."""
@@ -78,41 +78,41 @@ class Desk:
             self.plan = plan(str(asked["case"]), Sizes(**asked["sizes"]))
             self.forms = [self.adapter.form(ids) for ids in self.plan.ids]
             return {"checksum": self.plan.checksum(), "requests": len(self.plan.turns) - self.plan.warm}
+        if what == "close":
+            return self._close()
+        assert self.plan is not None
+        variant = str(asked["variant"])
         if what == "open":
-            assert self.plan is not None
-            self._close()
-            self.manager = self.adapter.open(asked["variant"], asked["tokens"], asked["host_tokens"])
-            self._serve(self.plan.warm)
+            self.managers[variant] = self.adapter.open(variant, int(asked["tokens"]), int(asked["host_tokens"]))
+            self.done[variant] = 0
+            self._serve(self.plan, variant, self.plan.warm)
             return {}
         if what == "serve":
-            assert self.plan is not None
-            return self._serve(self.plan.warm + int(asked["until"]))
-        if what == "close":
-            self._close()
-            return {}
+            return self._serve(self.plan, variant, self.plan.warm + int(asked["until"]))
         raise ValueError(f"asked to {what!r}")
 
-    def _close(self) -> None:
-        if self.manager is not None:
-            self.manager.close()
-        self.manager, self.done = None, 0
+    def _close(self) -> Answer:
+        for manager in self.managers.values():
+            manager.close()
+        self.managers.clear()
+        self.done.clear()
         gc.unfreeze()
+        return {}
 
-    def _serve(self, until: int) -> Answer:
+    def _serve(self, plan: Plan, variant: str, until: int) -> Answer:
         """The requests up to `until`, each timed.   us: microseconds.   matched, host: tokens."""
-        assert self.plan is not None and self.manager is not None
-        manager, clock = self.manager, time.perf_counter_ns
+        manager, clock = self.managers[variant], time.perf_counter_ns
         us, matched, host = list[float](), list[int](), list[int]()
         gc.collect()
         gc.freeze()  # what stands now is not walked; what a request makes is
-        for turn in self.plan.turns[self.done : until]:
+        for turn in plan.turns[self.done[variant] : until]:
             prepared = manager.prepare(self.forms[turn.session], turn)
             began = clock()
             found = manager.serve(prepared)
-            us.append((clock() - began) / 1e3)
+            us.append(round((clock() - began) / 1e3, 3))
             matched.append(found[0])
             host.append(found[1])
-        self.done = until
+        self.done[variant] = until
         return {"us": us, "matched": matched, "host": host}
 
 
