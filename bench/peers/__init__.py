@@ -10,7 +10,8 @@ said, and its column is empty.  The report is ok when every limit that could be 
 """
 
 import argparse
-
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.report import Report
@@ -33,14 +34,15 @@ def run(arguments: list[str]) -> Report:
     from bench.peers.comparing import Round
     from bench.peers.judging import metrics, rows, table
     from bench.peers.plans import SMOKE, Sizes
-    from bench.peers.processes import chosen
+    from bench.peers.processes import ROOT, Peer, chosen
     from kvkeep.benching import spin_us
     from kvkeep.benching.record import work_checksum
 
     places, cases = chosen(options.only), _cases(options.smoke, options.rounds)
     peers = {variant: place.name for place in places for variant in place.variants}
     spins = [spin_us(5).value or 0.0]
-    round_ = Round(places, lambda line: print(line, flush=True))
+    start = partial(Peer, root=options.environments or ROOT)
+    round_ = Round(places, lambda line: print(line, flush=True), start)
     try:
         for case in cases:
             print(f"{case.name}: {case.rounds} rounds", flush=True)
@@ -70,7 +72,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = case_parser("peers")
     parser.add_argument("--only", metavar="PEERS", help=f"these peers only, of {','.join(PEERS)}; ours is always there")
     parser.add_argument("--rounds", type=int, metavar="N", help="passes of each case (2 to 7)")
+    parser.add_argument("--environments", type=Path, metavar="FOLDER", help="where theirs are (the checkout)")
     options = parser.parse_args(arguments)
+    if options.environments is not None and not options.environments.is_dir():
+        parser.error(
+            f"--environments {options.environments}: there is no such folder; make bench-peers makes them here"
+        )
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: it must be 1 or more")
     if options.only is not None:

@@ -2,8 +2,8 @@
 
 Must not know limits or reports.
 
-A round is a whole pass of a case on each manager, cut into parts: the first part on each, then the second, so that all
-of them have the machine as it is in the same seconds.  Who begins turns from part to part.  One process works at a time.
+A round is a whole pass of a case on each manager, in parts: the first part on each, then the second, so that all of
+them have the machine as it is in the same seconds.  Who begins turns from part to part.  One process works at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,8 @@ from bench.peers.plans import PAGE, Plan, Sizes, plan, room
 from bench.peers.processes import OURS, Absent, Peer, Place
 from kvkeep.replay.best import best_matches, next_uses
 
-PARTS = 8
+#: Parts of a pass, and the least requests in one: the first ones find the processor's caches as another left them.
+PARTS, PART_REQUESTS_MIN = 8, 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Round:
     def _pass(self, case: Case, number: int, tokens: int, requests: int) -> None:
         opened = [variant for variant in case.variants if self._open(case, variant, tokens)]
         passes = {variant: Found([[]]) for variant in opened}
-        parts = min(PARTS, requests)
+        parts = max(1, min(PARTS, requests // PART_REQUESTS_MIN))
         for part in range(parts):
             first = (part + number) % max(len(opened), 1)
             for variant in opened[first:] + opened[:first]:

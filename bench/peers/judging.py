@@ -30,9 +30,9 @@ def metrics(cases: list[Case], peers: Mapping[str, str], results: Results) -> di
             theirs = found.get(variant)
             for suffix, whose in (("", LIKE_FOR_LIKE), ("_default", DEFAULT)):
                 ours = found.get(whose)
-                there = theirs is not None and ours is not None
-                name = ratio_name(case, variant) + suffix
-                out[name] = ratio(theirs.us, ours.us, "higher") if there else Metric(None, "ratio", samples=0)
+                none = Metric(None, "ratio", samples=0)
+                made = None if theirs is None or ours is None else ratio(theirs.us, ours.us, "higher")
+                out[ratio_name(case, variant) + suffix] = made or none
     for case in cases:
         for variant, one in results.found[case.name].items():
             samples = [us for round_ in one.us for us in round_]

@@ -7,17 +7,10 @@ engine's buffer moves no bytes, and objects are 4 KiB, the least that its alloca
 inside it, by the hash that it is configured with by default.
 """
 
-import logging
 import os
-import sys
+from importlib.metadata import version
 from itertools import count
 from typing import Any
-
-os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
-os.environ["LMCACHE_TRACK_USAGE"] = "false"
-logging.disable(logging.WARNING)
-
-from importlib.metadata import version
 
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
@@ -93,7 +86,8 @@ class LmcacheAdapter:
 
     def form(self, ids: Ids) -> list[int]:
         """A list."""
-        return ids.tolist()
+        listed: list[int] = ids.tolist()
+        return listed
 
     def open(self, variant: str, tokens: int, host_tokens: int) -> Any:
         """See `Adapter`."""

@@ -2,8 +2,8 @@
 
 Must not know cases or figures.
 
-A peer is absent for a reason, in one line: its environment is not there, its package does not load, it died, it does not
-answer.  Nothing of that ends the run.
+A peer is absent for a reason, in one line: its environment is not there, its package does not load, it died, it gives
+no answer.  Nothing of that ends the run.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,30 @@ ANSWER_S_MAX = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a peer runs.   environment: beside the checkout's files; None: the one that we run in."""
+    """Where a peer runs.
+
+    environment: its folder in the checkout; None: the one that we run in.   variants: what it can be asked for.
+    settings: environment variables that its package reads.
+    """
 
     name: str
     module: str
     environment: str | None
     variants: tuple[str, ...]
+    settings: tuple[tuple[str, str], ...] = ()
 
     def python(self, root: Path) -> Path:
         """Its interpreter."""
         return Path(sys.executable) if self.environment is None else root / self.environment / "bin" / "python"
 
 
+QUIET_VLLM = (("VLLM_LOGGING_LEVEL", "ERROR"), ("VLLM_NO_USAGE_STATS", "1"))
+QUIET_LMCACHE = (*QUIET_VLLM, ("LMCACHE_LOG_LEVEL", "ERROR"), ("LMCACHE_TRACK_USAGE", "false"))
+
 PLACES = (
-    Place("vllm", "bench.peers.vllm_manager", ".venv-vllm", ("vllm", "vllm_arc", "vllm_xxhash")),
-    Place("sglang", "bench.peers.sglang_tree", ".venv-sglang", ("sglang_rust", "sglang_radix")),
-    Place("lmcache", "bench.peers.lmcache_engine", ".venv-lmcache", ("lmcache",)),
+    Place("vllm", "bench.peers.vllm_manager", ".venv-vllm", ("vllm", "vllm_arc", "vllm_xxhash"), QUIET_VLLM),
+    Place("sglang", "bench.peers.sglang_peer", ".venv-sglang", ("sglang_rust", "sglang_radix")),
+    Place("lmcache", "bench.peers.lmcache_engine", ".venv-lmcache", ("lmcache",), QUIET_LMCACHE),
 )
 OURS = Place("kvkeep", "bench.peers.ours", None, ("kvkeep", "kvkeep_lru"))
 
@@ -53,16 +62,16 @@ class Peer:
 
     def __init__(self, place: Place, root: Path = ROOT, answer_s_max: float = ANSWER_S_MAX) -> None:
         python = place.python(root)
-        if not python.is_file():
+        if place.environment is not None and not (root / place.environment / "ready").is_file():
             raise Absent(
-                f"there is no {place.environment} here: make bench-peers makes it, where {place.name} installs"
+                f"no {place.environment} is ready here: make bench-peers makes it, where {place.name} installs"
             )
         self.place = place
         self._answer_s_max = answer_s_max
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         # A seed for whoever names pages by Python's own hash; and nothing of an environment that is active here.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "VIRTUAL_ENV")}
-        environment |= {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+        environment |= {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"} | dict(place.settings)
         self._process = subprocess.Popen(
             [str(python), "-m", place.module],
             cwd=ROOT,
@@ -113,10 +122,8 @@ class Peer:
         """The process ends; at once, if it must."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with suppress(OSError):  # it has ended already
                     pipe.close()
-                except OSError:
-                    pass
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:

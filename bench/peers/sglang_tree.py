@@ -1,4 +1,4 @@
-"""SGLang's prefix caches: `python -m bench.peers.sglang_tree`, in an environment with SGLang.
+"""SGLang's prefix caches: `python -m bench.peers.sglang_peer` serves them.
 
 Must not know the others.
 
@@ -7,27 +7,13 @@ memory below, `sglang_rust` is HiCache, which writes through: its engine's publi
 and registration of memory and copies are switched off, as there is no GPU.
 """
 
-import logging
-import os
-import sys
-import warnings
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
-warnings.filterwarnings("ignore")
-logging.disable(logging.WARNING)
-
-import torch
-
-# SGLang imports torchvision, and torchvision's wheel is built for CUDA: over a torch for CPUs its operators do not
-# load, and its Python half describes two that must be known by then.  Nothing here calls them.
-OPERATORS = torch.library.Library("torchvision", "DEF")
-for name in ("nms", "qnms"):
-    OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
 import sglang
 import sglang.srt.runtime_context as runtime_context
+import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -40,7 +26,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from bench._workload import Ids, Turn
 from bench.peers.plans import PAGE
-from bench.peers.wire import Cannot, answers_apart, serve
+from bench.peers.wire import Cannot
 
 #: What HiCache reads of the engine's configuration.
 MEMORY = SimpleNamespace(
@@ -213,11 +199,3 @@ class SglangAdapter:
         if variant != "sglang_rust":
             raise Cannot("HiCache is measured over the Rust tree core")
         return TwoTiers(variant, tokens, host_tokens)
-
-
-if __name__ == "__main__":
-    answers = answers_apart()
-    torch.set_num_threads(1)
-    serve(SglangAdapter(), answers)
-    sys.stdout.flush()
-    os._exit(0)  # its threads would wait

@@ -1,4 +1,4 @@
-"""vLLM's `KVCacheManager` and `CPUOffloadingManager`: `python -m bench.peers.vllm_manager`, in an environment with vLLM.
+"""vLLM's `KVCacheManager` and `CPUOffloadingManager`: `python -m bench.peers.vllm_manager`, where vLLM is.
 
 Must not know the others.
 
@@ -7,14 +7,8 @@ is by default (SHA-256); `vllm_xxhash` takes its fastest.  With host memory belo
 `vllm_arc` by ARC; chunks are looked up, loaded, and stored as its offloading connector does, without the copies.
 """
 
-import logging
-import os
 import sys
 from typing import Any
-
-os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-os.environ["VLLM_NO_USAGE_STATS"] = "1"
-logging.disable(logging.WARNING)
 
 import torch
 import vllm
@@ -144,7 +138,8 @@ class VllmAdapter:
 
     def form(self, ids: Ids) -> list[int]:
         """A list, as `Request` takes it."""
-        return ids.tolist()
+        listed: list[int] = ids.tolist()
+        return listed
 
     def open(self, variant: str, tokens: int, host_tokens: int) -> OneTier:
         """See `Adapter`."""

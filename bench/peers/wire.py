@@ -34,7 +34,7 @@ class Manager(Protocol):
     """An empty cache with its pool."""
 
     def prepare(self, ids: Any, turn: Turn) -> Any:
-        """What a request brings, in the form that this manager takes.  Not timed.   ids: as `Adapter.form` made them."""
+        """What a request brings, in the form that this manager takes.  Not timed.   ids: made by `Adapter.form`."""
 
     def serve(self, prepared: Any) -> tuple[int, int]:
         """A whole request, one live at a time: names, match and pin, room for all of it, commit, release.
@@ -47,10 +47,15 @@ class Manager(Protocol):
 
 
 class Adapter(Protocol):
-    """A package's managers.   variants: those that it has."""
+    """A package's managers."""
 
-    version: str
-    variants: Sequence[str]
+    @property
+    def version(self) -> str:
+        """The package's."""
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """The managers that it has."""
 
     def form(self, ids: Ids) -> Any:
         """Token ids in the form that requests of this package have."""
