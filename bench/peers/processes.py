@@ -113,7 +113,11 @@ class Peer:
 
     def _last_words(self) -> str:
         """The last line of its standard error."""
-        self._process.wait(timeout=10)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # it goes on, but what it answers is no answer
+            self._process.kill()
+            self._process.wait()
         self._said.seek(0)
         lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
         return f"it ended, exit code {self._process.returncode}: {lines[-1] if lines else 'it said nothing'}"[:300]

@@ -8,6 +8,7 @@ and registration of memory and copies are switched off, as there is no GPU.
 """
 
 from array import array
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,19 @@ MEMORY = SimpleNamespace(
     hicache_write_policy="write_through",
 )
 
-Prepared = tuple[str, Any, "array[int]", int, int]
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a request leaves.   whole, prompt: keys of its full pages, and of those of its prompt, with their tokens."""
+
+    whole: Any
+    whole_len: int
+    prompt: Any
+    prompt_len: int
+    kv_len: int
+
+
+Prepared = tuple[str, Any, Kept]
 
 
 def no_copy(*_: object, **__: object) -> None:
@@ -90,41 +103,42 @@ class OneTier:
             self.tree.init_hicache(SimpleNamespace(file_storage_path=None), settings)
 
     def prepare(self, ids: "array[int]", turn: Turn) -> Prepared:
-        """The key of the prompt but for the token that is always computed, and the ids that the tree will keep."""
-        key = RadixKey(ids, limit=turn.prompt_len - 1)
-        return str(id(turn)), key, ids[: turn.kv_len // PAGE * PAGE], turn.prompt_len // PAGE * PAGE, turn.kv_len
+        """Keys: of the prompt but for the token that is always computed, of all full pages, of those of the prompt."""
+        whole, prompt = (ids[: length // PAGE * PAGE] for length in (turn.kv_len, turn.prompt_len))
+        kept = Kept(RadixKey(whole), len(whole), RadixKey(prompt), len(prompt), turn.kv_len)
+        return str(id(turn)), RadixKey(ids, limit=turn.prompt_len - 1), kept
 
     def serve(self, prepared: Prepared) -> tuple[int, int]:
         """Match and lock, gather the slots, take new ones, insert all pages, unlock."""
-        _, key, whole, prompt_len, kv_len = prepared
+        _, key, kept = prepared
         tree = self.tree
         found = tree.match_prefix(MatchPrefixParams(key=key))
         node, matched = found.last_device_node, found.device_prefix_len
         lock = tree.lock(node)
-        self.keep(node, matched, whole, prompt_len, kv_len)
+        self.keep(node, matched, kept)
         tree.unlock(lock)
         return matched, 0
 
-    def keep(self, node: Any, matched: int, whole: "array[int]", prompt_len: int, kv_len: int) -> None:
+    def keep(self, node: Any, matched: int, kept: Kept) -> None:
         """Slots for all positions that `node` does not have, and all full pages into the tree.
 
-        Where the answer begins a node does, as in the engine.
+        Where the answer begins a node does, of a higher priority, as in the engine.
         """
         before = self.tree.path_device_indices(node)
-        new = self._take(-(-(kv_len - matched) // PAGE) * PAGE)
+        new = self._take(-(-(kept.kv_len - matched) // PAGE) * PAGE)
         slots = torch.cat([before, new])
-        kept = len(whole)
-        key = RadixKey(whole)
-        insert = InsertParams(key=key, value=slots[:kept], prev_prefix_len=matched, inserted_len=matched)
-        assert matched == self.tree.insert(insert).prefix_len
-        if 0 < prompt_len < kept:
-            key = RadixKey(whole[:prompt_len])
-            slots_of = slots[:prompt_len]
-            self.tree.insert(
-                InsertParams(key=key, value=slots_of, prev_prefix_len=prompt_len, inserted_len=prompt_len, priority=1)
-            )
-        if kept < len(slots):
-            self.slots.free(slots[kept:])
+        self._insert(kept.whole, slots[: kept.whole_len], matched)
+        if 0 < kept.prompt_len < kept.whole_len:
+            self._insert(kept.prompt, slots[: kept.prompt_len], kept.prompt_len, priority=1)
+        if kept.whole_len < len(slots):
+            self.slots.free(slots[kept.whole_len :])
+
+    def _insert(self, key: Any, slots: Any, known_len: int, priority: int = 0) -> None:
+        """`known_len` positions of them are in the tree."""
+        found = self.tree.insert(
+            InsertParams(key=key, value=slots, prev_prefix_len=known_len, inserted_len=known_len, priority=priority)
+        )
+        assert known_len == found.prefix_len
 
     def _take(self, tokens: int) -> Any:
         """So many slots; what is cached makes room."""
@@ -153,7 +167,7 @@ class TwoTiers(OneTier):
 
     def serve(self, prepared: Prepared) -> tuple[int, int]:
         """What the host has behind the device's match is loaded back before the rest."""
-        name, key, whole, prompt_len, kv_len = prepared
+        name, key, kept = prepared
         tree = self.tree
         found = tree.match_prefix(MatchPrefixParams(key=key))
         node, matched, loaded = found.last_device_node, found.device_prefix_len, 0
@@ -176,7 +190,7 @@ class TwoTiers(OneTier):
                 behind = tree.lock(node)
                 tree.unlock(lock)
                 lock = behind
-        self.keep(node, matched + loaded, whole, prompt_len, kv_len)
+        self.keep(node, matched + loaded, kept)
         tree.unlock(lock)
         tree.check_hicache_events()
         return matched, loaded

@@ -75,7 +75,8 @@ class OneTier:
         if answer:
             request.append_output_token_ids(answer)
             if kv_len > prompt_len:
-                assert self.manager.allocate_slots(request, kv_len - prompt_len) is not None
+                allocated = self.manager.allocate_slots(request, kv_len - prompt_len)
+                assert allocated is not None
             request.num_computed_tokens = kv_len
 
     def close(self) -> None:
@@ -107,7 +108,8 @@ class TwoTiers(OneTier):
             host.complete_load(keys[first:at], context)
         loaded = (at - first) * PAGE
         new = len(prompt) - matched - loaded
-        assert manager.allocate_slots(request, new, matched, blocks, num_external_computed_tokens=loaded) is not None
+        allocated = manager.allocate_slots(request, new, matched, blocks, num_external_computed_tokens=loaded)
+        assert allocated is not None
         self.decode(request, answer, kv_len)
         self._store(keys[at:] if loaded else keys, context)
         self._store(self._keys(context, request, len(keys))[: kv_len // PAGE - len(keys)], context)
