@@ -140,7 +140,8 @@ sglang-environment: setup ## make .venv-sglang: SGLang 0.5.23 over the packages 
 bench-peers: setup ## W1, match, insert, evict and tiers on vLLM's, SGLang's, LMCache's managers and ours (ARGS="--only vllm")
 	@only=$$(sed -n 's/.*--only[ =]*\([a-z,]*\).*/\1/p' <<< '$(ARGS)'); only=$${only:-vllm,sglang,lmcache}; \
 	for peer in $${only//,/ }; do case $$peer in vllm|sglang|lmcache) $(MAKE) --no-print-directory $$peer-environment || \
-	echo "bench-peers: $$peer cannot be installed here";; esac; done; $(PY) -m bench.peers $(ARGS)
+	echo "bench-peers: $$peer cannot be installed here";; esac; done
+	@$(PY) -m bench.peers $(ARGS)
 
 # Ray too: it is large, and nothing else needs it.
 RAY := .venv-ray
