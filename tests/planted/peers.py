@@ -38,10 +38,10 @@ BUGS: tuple[Bug, ...] = (
         (TESTS + "test_a_process_matches_what_the_cache_matches_here",),
     ),
     Bug(
-        "peers-best-possible-forgets-the-computed-token",
+        "peers-best-possible-shares-no-prompt",
         COMPARING,
-        "(turn.prompt_len - 1) // PAGE)",
-        "turn.kv_len // PAGE)",
+        "    shared_pages = shared // PAGE\n",
+        "    shared_pages = 0\n",
         (TESTS + "test_the_best_possible_is_the_ceiling_with_room_and_less_without",),
     ),
 )
