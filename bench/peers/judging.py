@@ -59,8 +59,17 @@ def _shares(case: Case, results: Results) -> Iterator[tuple[str, float]]:
         yield variant, round((one.matched + one.host) / whole, 5)
 
 
-def rows(cases: list[Case], peers: Mapping[str, str], results: Results, figures: Mapping[str, Metric]) -> list[Row]:
-    """A row for each manager and case, with its reason where it has no figures; the ratios; the peers."""
+def rows(
+    cases: list[Case],
+    peers: Mapping[str, str],
+    results: Results,
+    figures: Mapping[str, Metric],
+    limits: Mapping[str, float] = LIMITS,
+) -> list[Row]:
+    """A row for each manager and case, with its reason where it has no figures; the ratios; the peers.
+
+    limits: the least that a ratio must be, by metric.
+    """
     out: list[Row] = [
         {"peer": name, "version": results.versions.get(name), "reason": results.absent.get(name)}
         for name in dict.fromkeys(peers.values())
@@ -72,7 +81,7 @@ def rows(cases: list[Case], peers: Mapping[str, str], results: Results, figures:
     for name, metric in figures.items():
         if metric.unit == "ratio":
             row: Row = {"metric": name, "unit": "ratio", "median": metric.value}
-            limit = LIMITS.get(name)
+            limit = limits.get(name)
             if limit is not None and metric.value is not None:
                 row |= {"limit": f"at least {limit:g}", "bound": limit, "reached": metric.value >= limit}
             out.append(row)
