@@ -6,7 +6,8 @@ Must not know how a manager is driven, nor how figures are judged.
     kvkeep bench peers [--only PEERS] [--smoke] [--rounds N] [--json FILE]
 
 Each peer is a process of its own environment (`.venv-vllm`, `.venv-sglang`, `.venv-lmcache`); one that is not there is
-said, and its column is empty.  The report is ok when every limit that could be judged is reached; a smoke run is not judged.
+said, and its column is empty.  The report is ok when every limit that could be judged is reached; a smoke run is not
+judged.
 """
 
 import argparse
