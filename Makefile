@@ -132,6 +132,21 @@ bench-vllm: vllm-environment ## serve recorded sessions with vLLM, alone and wit
 bench-vllm-load: vllm-environment ## vLLM under an open-loop load, alone and with a CPU tier, 8 minutes (ARGS=--smoke)
 	@$(VLLM_PY) -m bench.vllm_load $(ARGS)
 
+# SGLang's prefix caches, which bench-peers asks beside vLLM's, LMCache's and ours.
+SGLANG := .venv-sglang
+
+.PHONY: sglang-environment
+sglang-environment: setup ## make .venv-sglang: SGLang 0.5.23 over the packages of .venv
+	@$(PY) tools/overlay_env.py $(SGLANG) tools/sglang_environment.txt .venv
+
+# Which environments: those that --only names, else all.  One that cannot be made leaves its column empty.
+.PHONY: bench-peers
+bench-peers: setup ## W1, match, insert, evict and tiers on vLLM's, SGLang's, LMCache's managers and ours (ARGS="--only vllm")
+	@only=$$(sed -n 's/.*--only[ =]*\([a-z,]*\).*/\1/p' <<< '$(ARGS)'); only=$${only:-vllm,sglang,lmcache}; \
+	for peer in $${only//,/ }; do case $$peer in vllm|sglang|lmcache) $(MAKE) --no-print-directory $$peer-environment || \
+	echo "bench-peers: $$peer cannot be installed here";; esac; done
+	@$(PY) -m bench.peers $(ARGS)
+
 # Ray too: it is large, and nothing else needs it.
 RAY := .venv-ray
 
@@ -159,3 +174,19 @@ test-full: setup ## test, with the long proofs: many seeds, many examples, real 
 	@$(MAKE) --no-print-directory test-mstar ARGS='-m ""'
 	@$(MAKE) --no-print-directory test-vllm ARGS='-m ""'
 	@$(MAKE) --no-print-directory test-ray
+
+SEEDS ?= 1000000
+
+.PHONY: soak
+soak: setup ## the simulator, a million seeds (SEEDS=, ARGS="--first N"); stops at the first that fails
+	@$(PY) -m tests.sim --seeds $(SEEDS) $(ARGS)
+
+.PHONY: planted
+planted: setup ## plant each known bug and see the tests catch it (ARGS="ID ...")
+	@$(PY) -m tests.planted $(ARGS)
+
+.PHONY: clean
+clean: ## remove .venv, caches and built files
+	rm -rf .venv .venv.lock .venv-mstar .venv-ray $(VLLM) $(LMCACHE) $(SGLANG) .cache dist build .hypothesis .import_linter_cache \
+	.mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Cases: where they live, how one is found and run.
 
-Must not know any case.  A case is a file `bench/NAME.py` beside the package, with one public function:
+Must not know any case.  A case is a file `bench/NAME.py` beside the package, or a package `bench/NAME`, with one public
+function:
 
     def run(arguments: list[str]) -> Report
 
@@ -34,7 +35,8 @@ def bench_directory() -> Path:
 
 def bench_names(directory: Path) -> list[str]:
     """Names of the cases in `directory`, sorted. One that starts with "_" is a helper."""
-    return sorted(file.stem for file in directory.glob("[a-z]*.py"))
+    packages = (file.parent.name for file in directory.glob("[a-z]*/__init__.py"))
+    return sorted([*(file.stem for file in directory.glob("[a-z]*.py")), *packages])
 
 
 def load_case(name: str) -> ModuleType:
@@ -62,9 +64,11 @@ def left_out(case: ModuleType, smoke: bool) -> str | None:
 
 
 def _load(directory: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"kvkeep_bench_{name}", directory / f"{name}.py")
+    package = directory / name / "__init__.py"
+    file = package if package.is_file() else directory / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"kvkeep_bench_{name}", file)
     if spec is None or spec.loader is None:
-        raise BadInput(f"bench: {name}.py cannot be read as Python")
+        raise BadInput(f"bench: {file.name} cannot be read as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
     spec.loader.exec_module(module)
