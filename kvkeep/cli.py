@@ -1,4 +1,4 @@
-"""The command line: kvkeep demo, verify, replay, size, route and bench.
+"""The command line: kvkeep demo, verify, replay, size, route, bench and report.
 
 Must not import torch, transformers or rich before a command needs them; must not measure anything itself.
 """
@@ -65,10 +65,13 @@ def _run(argv: list[str]) -> int:
     elif rest:
         parser.error(f"{arguments.name} does not know {' '.join(rest)}")
     path: Path | None = arguments.json
+    trace: Path | None = arguments.trace_file
     if path is not None:
         reports.check_writable(path)
+    if trace is not None:
+        reports.check_writable(trace, "--trace")
     try:
-        result = command(arguments)
+        result = command(arguments) if trace is None else _traced(command, arguments, said=argv)
     except KeyboardInterrupt:
         # The long commands hand back what they measured so far; this one had not begun to measure.
         print("kvkeep: interrupted, nothing measured yet", file=sys.stderr)
@@ -83,6 +86,13 @@ def _run(argv: list[str]) -> int:
     if reports.INTERRUPTED in result.metrics:
         return EXIT_INTERRUPTED
     return EXIT_FINE if result.ok else EXIT_BROKEN
+
+
+def _traced(command: Command, arguments: argparse.Namespace, said: Sequence[str]) -> Report:
+    from kvkeep.reporting.traced import traced
+
+    with traced(arguments.trace_file, said):
+        return command(arguments)
 
 
 def _complain(message: str) -> int:
@@ -232,7 +242,15 @@ def _bench(arguments: argparse.Namespace) -> Report:
         arguments.case_arguments.append("--help")  # the case knows its own options, and lists them
     if arguments.case is None:
         raise BadInput(f"bench: name a case: {', '.join(command.names())}")
+    if arguments.case == command.ALL and arguments.trace_file is not None:
+        raise BadInput("--trace with bench all: each case runs in a process of its own; name one case")
     return command.run(arguments.case, arguments.case_arguments, arguments.baseline)
+
+
+def _report(arguments: argparse.Namespace) -> Report:
+    from kvkeep.reporting import command
+
+    return command.run(command.ReportOptions(arguments.results, arguments.output, arguments.point))
 
 
 def _parser() -> Parser:
@@ -243,7 +261,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvkeep {__version__}")
-    parser.set_defaults(command=None, name=None, json=None)
+    parser.set_defaults(command=None, name=None, json=None, trace_file=None)
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_demo(commands)
     _add_verify(commands)
@@ -251,6 +269,7 @@ def _parser() -> Parser:
     _add_size(commands)
     _add_route(commands)
     _add_bench(commands)
+    _add_report(commands)
     return parser
 
 
@@ -410,9 +429,25 @@ def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
     bench.set_defaults(command=_bench, name="bench", parser=bench)
     bench.add_argument("-h", "--help", action="store_true", help="this list, or that of the case")
     _add_json(bench)
+    _add_trace(bench)
     add = bench.add_argument
     add("--baseline", type=Path, metavar="FILE", help="an earlier result: say what is better, worse or within noise")
     add("case", nargs="?", metavar="CASE", help="the case, such as index; all: every case that can run here")
+
+
+def _add_report(commands: "argparse._SubParsersAction[Parser]") -> None:
+    report = commands.add_parser(
+        "report",
+        help="make one page of pictures of what was measured",
+        description="One HTML file of results and traces, with nothing to load from elsewhere: what is gained, where it "
+        "comes from and what it costs.  A file of another version, or one that was cut short, is named and skipped.",
+        allow_abbrev=False,
+    )
+    report.set_defaults(command=_report, name="report")
+    add = report.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULTS", help="files of --json and --trace, or folders of them")
+    add("-o", "--output", type=Path, required=True, metavar="FILE", help="the page, such as report.html")
+    add("--point", metavar="SIZE", help="your pool, on the hit curve: 18 (pages), 131072tokens or 24GiB")
 
 
 def _add_model_options(command: Parser) -> None:
@@ -428,6 +463,12 @@ def _add_model_options(command: Parser) -> None:
         "--seed", type=_seed, default=0, metavar="N", help="seed of everything that is drawn at random (0)"
     )
     _add_json(command)
+    _add_trace(command)
+
+
+def _add_trace(command: Parser) -> None:
+    what = "record requests, gates, copies and evictions to FILE, which Perfetto and `kvkeep report` open"
+    command.add_argument("--trace", type=Path, dest="trace_file", metavar="FILE", help=what)
 
 
 def _add_json(command: Parser) -> None:
