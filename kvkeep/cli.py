@@ -439,8 +439,8 @@ def _add_report(commands: "argparse._SubParsersAction[Parser]") -> None:
     report = commands.add_parser(
         "report",
         help="make one page of pictures of what was measured",
-        description="One HTML file of results and traces, with nothing to load from elsewhere: what is gained, where it "
-        "comes from and what it costs.  A file of another version, or one that was cut short, is named and skipped.",
+        description="One HTML file of results and traces, with nothing to load from elsewhere: what is gained, where "
+        "it comes from and what it costs.  A file of another version, or one that was cut short, is named and skipped.",
         allow_abbrev=False,
     )
     report.set_defaults(command=_report, name="report")
