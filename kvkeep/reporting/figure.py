@@ -10,6 +10,9 @@ from html import escape
 from kvkeep.reporting.inputs import Origin
 from kvkeep.reporting.svg import NARROW, WIDE, Svg
 
+#: A cell with more characters is broken into lines.
+LONG = 28
+
 Cell = str | float | int | None
 
 
@@ -32,25 +35,25 @@ class Table:
             f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(self.head, kinds, strict=True)
         )
         body = "".join(
-            "<tr>"
-            + "".join(f"<td{kind}>{cell_text(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-            + "</tr>"
+            "<tr>" + "".join(_td(cell, kind) for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
             for row in self.rows[: self.limit]
         )
         more = len(self.rows) - self.limit
         tail = f'<p class="note">{more:,} rows more are in the results.</p>' if more > 0 else ""
-        return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{tail}'
+        head, body = f"<thead><tr>{head}</tr></thead>", f"<tbody>{body}</tbody>"
+        return f'<div class="scroll" tabindex="0"><table>{head}{body}</table></div>{tail}'
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One figure.
 
-    slug: its name in links.   says: the finding, in a sentence.   picture: HTML of it.
+    slug: its address on the page; link: what leads there.   says: the finding, in a sentence.   picture: HTML of it.
     key: what the colours mean, (class, words).   note: how to read it.
     """
 
     slug: str
+    link: str
     title: str
     says: str
     picture: str
@@ -73,6 +76,11 @@ def drawn(title: str, desc: str, draw: Callable[[float], Svg]) -> str:
     return "".join(
         draw(width).to_html(title, desc, kind) for width, kind in ((float(WIDE), "wide"), (float(NARROW), "narrow"))
     )
+
+
+def _td(cell: Cell, kind: str) -> str:
+    kind = ' class="long"' if isinstance(cell, str) and len(cell) > LONG else kind
+    return f"<td{kind}>{cell_text(cell)}</td>"
 
 
 def cell_text(cell: Cell) -> str:

@@ -13,7 +13,7 @@ from kvkeep.benching.results import Results
 from kvkeep.report import Metric
 from kvkeep.reporting.figure import Table
 from kvkeep.reporting.inputs import Inputs, Origin, origin, value_of
-from kvkeep.reporting.svg import number
+from kvkeep.reporting.svg import TIMES, number
 
 Verdict = Literal["reached", "missed", "noise", "smoke"]
 WORDS: dict[Verdict, str] = {
@@ -37,7 +37,7 @@ class Promise:
 
     def text(self, value: float) -> str:
         """A value as people read it."""
-        return f"{number(100 * value)} %" if self.share else f"{number(value)} ×"
+        return f"{number(100 * value)} %" if self.share else f"{number(value)} {TIMES}"
 
     @property
     def bound(self) -> str:
@@ -77,7 +77,8 @@ class Tile:
         return (
             f'<li class="tile {kind}"><p class="big">{big}<span>{unit}</span></p><p class="what">{escape(p.title)}</p>'
             f'<p class="verdict"><span class="mark" aria-hidden="true"></span>{escape(said)}</p>'
-            f'<p class="fine">{escape(interval)}</p><p class="fine cmd"><code>{escape(self.origin.command)}</code></p></li>'
+            f'<p class="fine">{escape(interval)}</p>'
+            f'<p class="fine cmd"><code>{escape(self.origin.command)}</code></p></li>'
         )
 
 
@@ -85,14 +86,30 @@ def tiles(inputs: Inputs) -> tuple[list[Tile], list[str]]:
     """What there is, and a line for each promise of which nothing was measured."""
     found, absent = [], []
     for promise in PROMISES:
-        results = inputs.first(promise.command, promise.metric) or inputs.first("bench-peers", promise.metric)
+        results = _having(inputs, promise)
         if results is None:
-            absent.append(f"{promise.metric}: no result of `{promise.command}` has it")
+            absent.append(f"{promise.metric}: {_why_absent(inputs, promise)}")
             continue
         metric = results.metrics[promise.metric]
         verdict = judge(metric, promise, smoke=results.smoke) if promise.limit else None
         found.append(Tile(promise, metric, verdict, origin(results)))
     return found, absent
+
+
+def _having(inputs: Inputs, promise: Promise) -> Results | None:
+    """The result of the promise's command with a value for it, or any that has one; smoke runs come last."""
+    by = sorted(inputs.results, key=lambda one: (one.command != promise.command, one.smoke))
+    return next((one for one in by if value_of(one, promise.metric) is not None), None)
+
+
+def _why_absent(inputs: Inputs, promise: Promise) -> str:
+    """The reason that a result gives for a peer that is not there, or that there is no result."""
+    peer = promise.metric.removeprefix("w1_ratio_")
+    for results in inputs.results:
+        for row in results.rows:
+            if row.get("series") == "peers" and row.get("peer") == peer and row.get("note"):
+                return str(row["note"])
+    return f"no result of `kvkeep {promise.command}` has it"
 
 
 def judge(metric: Metric, promise: Promise, *, smoke: bool) -> Verdict:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvkeep.benching.results import Results
-from kvkeep.reporting.figure import Figure, LeftOut, Table, drawn
+from kvkeep.reporting.figure import Cell, Figure, LeftOut, Table, drawn
 from kvkeep.reporting.inputs import Inputs, origin, value_of
-from kvkeep.reporting.svg import NARROW, Scale, Svg, number, ticks
+from kvkeep.reporting.svg import NARROW, TIMES, Scale, Svg, number, ticks
 
 DIRECTIONS = ("h2d", "d2h", "both")
 
@@ -55,7 +55,7 @@ def _rate(results: Results, name: str) -> _Rate | None:
         floor = None  # both directions of a memcpy at once have no floor of their own
     bound, reached = row.get("bound"), row.get("reached")
     return _Rate(
-        name.removesuffix("_gbps").replace("_", " "),
+        _called(name),
         str(row.get("what", "")),
         float(metric.value),
         floor,
@@ -64,22 +64,30 @@ def _rate(results: Results, name: str) -> _Rate | None:
     )
 
 
+def _called(name: str) -> str:
+    """A metric in words: of pieces_64_kib_batch_h2d_gbps "pieces 64 kib batch, host to GPU"."""
+    words = f" {name.removesuffix('_gbps').replace('_', ' ')} "
+    for direction, said in (("h2d", "host to GPU"), ("d2h", "GPU to host"), ("both", "both ways")):
+        words = words.replace(f" {direction} ", f", {said}, ")
+    return ", ".join(part for part in (one.strip() for one in words.split(",")) if part)
+
+
 def _transfer(title: str, slug: str, rates: Sequence[_Rate], results: Results) -> Figure:
     judged = [rate for rate in rates if rate.bound is not None]
     shares = [rate.rate / rate.floor for rate in judged or rates if rate.floor]
     says = f"From {number(max(r.rate for r in rates))} down to {number(min(r.rate for r in rates))} GB/s"
     if shares:
-        says = f"Our copies run at {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the ceiling that was measured beside them"
+        span = f"{100 * min(shares):.0f} to {100 * max(shares):.0f}"
+        says = f"Our copies run at {span} % of the ceiling that was measured beside them"
         missed = [rate.name for rate in judged if rate.reached is False]
         says += f"; below their limit: {', '.join(missed)}" if missed else "; every limit is reached" if judged else ""
-    table = Table(
-        ("copies", "GB/s", "ceiling", "of it", "limit", "verdict", "what"),
-        [
-            [r.name, r.rate, r.floor, None if not r.floor else round(r.rate / r.floor, 3), r.bound]
-            + ["" if r.reached is None else "reached" if r.reached else "missed", r.what]
-            for r in rates
-        ],
-    )
+    rows: list[list[Cell]] = []
+    for r in rates:
+        verdict = "" if r.reached is None else "reached" if r.reached else "missed"
+        rows.append(
+            [r.name, r.rate, r.floor, round(r.rate / r.floor, 3) if r.floor else None, r.bound, verdict, r.what]
+        )
+    table = Table(("copies", "GB/s", "ceiling", "of it", "limit", "verdict", "what"), rows)
     picture = drawn(title, f"{says}.", lambda width: _draw_rates(rates, width))
     key = [("c-gpu", "ours, median"), ("k-floor", "ceiling"), ("k-bound", "limit")]
     note = (
@@ -87,7 +95,7 @@ def _transfer(title: str, slug: str, rates: Sequence[_Rate], results: Results) -
         if shares and max(shares) > 1
         else ""
     )
-    return Figure(slug, title, f"{says}.", picture, table, [origin(results)], key=key, note=note)
+    return Figure(slug, "Copies", title, f"{says}.", picture, table, [origin(results)], key=key, note=note)
 
 
 def _draw_rates(rates: Sequence[_Rate], width: float) -> Svg:
@@ -134,7 +142,7 @@ def peers(inputs: Inputs) -> list[Figure | LeftOut]:
         case, peer = str(row.get("case", "")), str(row.get("peer", ""))
         ours = next((r.get("us") for r in rows if r.get("case") == row.get("case") and r.get("peer") == "kvkeep"), None)
         times = (
-            number(float(us) / float(ours)) + " ×"
+            number(float(us) / float(ours)) + f" {TIMES}"
             if isinstance(us, int | float) and isinstance(ours, int | float) and ours
             else ""
         )
@@ -155,14 +163,16 @@ def peers(inputs: Inputs) -> list[Figure | LeftOut]:
         if name.startswith("w1_ratio_")
     }
     said = [
-        f"{number(value)} × faster than {name.replace('_', ' ')}" for name, value in ratios.items() if value is not None
+        f"{number(value)} {TIMES} faster than {name.replace('_', ' ')}"
+        for name, value in ratios.items()
+        if value is not None
     ]
     says = (
         f"W1, a whole request of the manager, verification on: kvkeep is {', '.join(said)}."
         if said
         else f"{len(cases)} cases, interleaved in one run."
     )
-    return [Figure("peers", title, says, table.to_html(), None, [origin(results)])]
+    return [Figure("peers", "Peers", title, says, table.to_html(), None, [origin(results)])]
 
 
 def _number(value: object) -> float | None:

@@ -22,7 +22,7 @@ def page(inputs: Inputs, figures: Sequence[Figure | LeftOut]) -> str:
     found, lacking = tiles(inputs)
     absent = [_code(line) for line in lacking] + absent + [f"{_code(line)}" for line in inputs.skipped]
     head = "".join(tile.to_html() for tile in found)
-    links = "".join(f'<a href="#{one.slug}">{escape(one.title)}</a>' for one in shown)
+    links = "".join(f'<a href="#{one.slug}">{escape(one.link)}</a>' for one in shown)
     body = "".join(map(_section, shown))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -45,7 +45,9 @@ def _sub(inputs: Inputs) -> str:
     origins = [*map(origin, inputs.results), *map(origin_of_trace, inputs.traces)]
     machines = list(dict.fromkeys(one.machine for one in origins))
     commits = list(dict.fromkeys(_commit(one) for one in origins))
-    count = f"{len(inputs.results)} results" + (f" and {len(inputs.traces)} traces" if inputs.traces else "")
+    count = _count(len(inputs.results), "result") + (
+        f" and {_count(len(inputs.traces), 'trace')}" if inputs.traces else ""
+    )
     where = machines[0] if len(machines) == 1 else f"{len(machines)} machines"
     when = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits"
     return escape(f"{count}, {when}, {where}.")
@@ -96,3 +98,7 @@ def _code(words: str) -> str:
     """Words between back quotes are code."""
     parts = escape(words).split("`")
     return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvkeep.benching.results import Results
 from kvkeep.benching.samples import median
@@ -14,13 +15,15 @@ from kvkeep.errors import BadInput
 from kvkeep.report import JsonValue
 from kvkeep.reporting.figure import Figure, LeftOut, Table, drawn
 from kvkeep.reporting.inputs import Inputs, Origin, origin, origin_of_trace, value_of
-from kvkeep.reporting.svg import PERCENT, PLAIN, WIDE, Say, Scale, Svg, apart, number, ticks
+from kvkeep.reporting.svg import PERCENT, PLAIN, TIMES, WIDE, Say, Scale, Svg, apart, number, ticks
 
 Row = Mapping[str, JsonValue]
 Points = list[tuple[float, float]]
 
 SAID = {"off": "cache off", "gpu": "GPU tier", "both": "both tiers", "ample": "all on the GPU"}
 GIB = 2**30
+#: A gain in hits that is none.
+NOTHING = 0.0005
 
 
 # ---------------------------------------------------------------------- time to first token by turn
@@ -55,12 +58,17 @@ def ttft_by_turn(inputs: Inputs) -> list[Figure | LeftOut]:
             what = f"sessions that come back turn after turn, at {load:g} of what the engine serves without a cache"
             out.append(_ttft(f"{title}, under load", f"ttft-agent-{len(out)}", what, found, origin(results)))
             break
+    names = {"gpu": "one tier", "both": "two tiers"}
     for results in inputs.of("demo"):
         found = _of_demo(results)
         if found:
             out.append(
                 _ttft(
-                    f"{title}, one at a time", f"ttft-demo-{len(out)}", "sessions in rotation", found, origin(results)
+                    f"{title}, one request at a time, {names[found[-1].kind]}",
+                    f"ttft-demo-{len(out)}",
+                    "sessions in rotation",
+                    found,
+                    origin(results),
                 )
             )
     return out or [LeftOut(title, "no result of `kvkeep bench agent` or `kvkeep demo` was given")]
@@ -97,7 +105,7 @@ def _ttft(title: str, slug: str, what: str, found: Sequence[_Series], source: Or
     turn = found[0].medians()[-1][0]
     says = f"By turn {turn:g} the first token comes after {_seconds(last[best])} with {SAID[best]}"
     if "off" in last and best != "off":
-        says += f", after {_seconds(last['off'])} without a cache: {number(last['off'] / last[best])} × as long"
+        says += f", after {_seconds(last['off'])} without a cache: {number(last['off'] / last[best])} {TIMES} as long"
     table = Table(
         ("turn", *(f"{one.name}, median [s]" for one in found), "requests"),
         [
@@ -107,7 +115,9 @@ def _ttft(title: str, slug: str, what: str, found: Sequence[_Series], source: Or
     )
     note = f"A point is a request, the line the median of its turn; {what}."
     picture = drawn(title, f"{says}.", lambda width: _draw_ttft(found, width))
-    return Figure(slug, title, f"{says}.", picture, table, [source], note=note)
+    return Figure(
+        slug, f"First token, {title.rsplit(', ', 1)[-1]}", title, f"{says}.", picture, table, [source], note=note
+    )
 
 
 def _draw_ttft(found: Sequence[_Series], width: float) -> Svg:
@@ -133,6 +143,8 @@ def _draw_ttft(found: Sequence[_Series], width: float) -> Svg:
 
 
 def _seconds(value: float) -> str:
+    if value < 1e-3:
+        return f"{number(1e6 * value)} us"
     return f"{number(1000 * value)} ms" if value < 1 else f"{number(value)} s"
 
 
@@ -191,7 +203,7 @@ def _of_sweep(results: Results, inputs: Inputs, said: str | None) -> _Curve | No
         agent, whole = inputs.first("bench agent", "pool_share"), value_of(results, "working_set_pages")
         share = None if agent is None else value_of(agent, "pool_share")
         if share is not None and whole is not None:
-            point = (share * whole, "the pool of bench agent")
+            point = (share * whole, "a pool as of bench agent")
     dots = [(size, _f(row["matched_share"])) for size, row in zip(sizes, rows, strict=True)]
     title = "Hits over the size of the pool, measured"
     return _Curve(title, "pages", False, lines, dots, point, origin(results))
@@ -238,7 +250,10 @@ def _curve(curve: _Curve, count: int) -> Figure:
     says = f"At most {_percent(best)} of the prompt tokens are hits, from {number(best_size)} {curve.unit} up"
     if curve.point is not None:
         at = interpolated(main, curve.point[0])
-        says = f"With {curve.point[1]} of {number(curve.point[0])} {curve.unit} {_percent(at)} of the prompt tokens are hits; {_percent(best)} with {number(best_size)}"
+        here = f"{curve.point[1][0].upper()}{curve.point[1][1:]} of {number(round(curve.point[0], 1))} {curve.unit}"
+        says = f"{here} hits {_percent(at)} of the prompt tokens"
+        more = f"{number(best_size)} {curve.unit} hit {_percent(best)}"
+        says += f"; {more}" if best - at >= NOTHING else "; more buys nothing"
     measured = [("measured", curve.dots)] if curve.dots else []
     columns = [*measured, *((name, points) for _, name, points in curve.lines)]
     table = Table(
@@ -251,7 +266,16 @@ def _curve(curve: _Curve, count: int) -> Figure:
         if curve.dots
         else "Both tiers together, by factors of two."
     )
-    return Figure(f"hits-{count}", curve.title, f"{says}.", picture, table, [curve.source], note=note)
+    return Figure(
+        f"hits-{count}",
+        f"Hits, {curve.title.rsplit(', ', 1)[-1]}",
+        curve.title,
+        f"{says}.",
+        picture,
+        table,
+        [curve.source],
+        note=note,
+    )
 
 
 def _draw_curve(curve: _Curve, main: Points, width: float) -> Svg:
@@ -285,9 +309,9 @@ def _draw_curve(curve: _Curve, main: Points, width: float) -> Svg:
         near_end = at > (left + right) / 2
         svg.text(
             at + (-9 if near_end else 9),
-            bottom - 8,
+            top + 9,
             f"{name}: {_percent(share)}",
-            "strong",
+            "strong halo",
             "end" if near_end else "start",
         )
     return svg
@@ -303,7 +327,7 @@ class _Short(Say):
 def interpolated(points: Points, size: float) -> float:
     """The share at a size between those that are known; that of the nearest outside of them."""
     known = sorted(points)
-    for (low, share), (high, then) in zip(known, known[1:], strict=False):
+    for (low, share), (high, then) in pairwise(known):
         if low <= size <= high:
             return share + (then - share) * ((size - low) / (high - low) if high > low else 0)
     return known[0][1] if size < known[0][0] else known[-1][1]
@@ -360,7 +384,7 @@ def _missed(
     if rows[0][0] != "evicted" and lost:
         says += f"; {_percent(lost / whole)} had been evicted"
     if each_s is not None:
-        says += f". A missed token took {number(1e6 * each_s)} us to compute, {_seconds(each_s * whole)} in all"
+        says += f". A missed token took {_seconds(each_s)} to compute, {_seconds(each_s * whole)} in all"
     table = Table(
         ("cause", unit, "share", "to compute [s]"),
         [[cause, n, round(n / whole, 4), None if each_s is None else round(n * each_s, 4)] for cause, n in rows],
@@ -383,7 +407,9 @@ def _missed(
     note = (
         f"{of}. Seconds are the tokens at the pace of the forwards that computed nothing but prompts." if each_s else of
     )
-    return Figure(f"misses-{count}", title, f"{says}.", drawn(title, says, draw), table, [source], note=note)
+    return Figure(
+        f"misses-{count}", "Misses by cause", title, f"{says}.", drawn(title, says, draw), table, [source], note=note
+    )
 
 
 def _f(value: JsonValue) -> float:

@@ -7,12 +7,12 @@ is written beside them as well.
 LIGHT = """
 --bg:#fbfbf9; --card:#fff; --ink:#1c2024; --soft:#5b6470; --faint:#e4e5e2; --zero:#a5abb3; --accent:#0b63a5;
 --off:#8a929c; --gpu:#2b7bba; --both:#c8560a; --gate:#c98a00; --ample:#0a8f6a; --free:#e9ebea; --decode:#7fb8a4;
---good:#0a7d5c; --bad:#b3261e; --wait:#cfd4d8;
+--good:#0a7d5c; --bad:#b3261e; --wait:#cfd4d8; --room:#a8557f;
 """
 DARK = """
 --bg:#14171a; --card:#1b1f23; --ink:#e8eaec; --soft:#9aa4af; --faint:#2c3238; --zero:#58626d; --accent:#6db6ee;
 --off:#8c96a1; --gpu:#5aa9e2; --both:#f08b3c; --gate:#e6ac2e; --ample:#3cc49a; --free:#262b30; --decode:#3f8a72;
---good:#4ccb9f; --bad:#ff8a80; --wait:#3d454d;
+--good:#4ccb9f; --bad:#ff8a80; --wait:#3d454d; --room:#cf7fa8;
 """
 
 CSS = (
@@ -27,11 +27,13 @@ main,header,footer{max-width:820px;margin:0 auto;padding:0 20px}
 header{padding-top:36px;display:flex;gap:16px;align-items:flex-start;justify-content:space-between}
 h1{font-size:1.75rem;line-height:1.2;margin:0 0 4px;letter-spacing:-.02em;text-wrap:balance}
 .sub{margin:0;color:var(--soft);max-width:60ch}
-button{font:inherit;font-size:.8125rem;color:var(--soft);background:none;border:1px solid var(--faint);border-radius:6px;
+button{font:inherit;font-size:.8125rem;color:var(--soft);background:none;
+ border:1px solid var(--faint);border-radius:6px;
  padding:5px 10px;cursor:pointer;white-space:nowrap}
 button:hover{color:var(--ink);border-color:var(--zero)}
 :focus-visible{outline:2px solid var(--accent);outline-offset:2px}
-.tiles{list-style:none;margin:28px 0 0;padding:0;display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(230px,1fr))}
+.tiles{list-style:none;margin:28px 0 0;padding:0;display:grid;gap:12px;
+ grid-template-columns:repeat(auto-fill,minmax(230px,1fr))}
 .tile{background:var(--card);border:1px solid var(--faint);border-radius:10px;padding:16px 18px}
 .tile p{margin:0}
 .big{font-size:2.25rem;font-weight:650;line-height:1.1;letter-spacing:-.03em;font-variant-numeric:tabular-nums}
@@ -53,7 +55,8 @@ h2{font-size:1.1875rem;line-height:1.3;margin:0 0 2px;letter-spacing:-.01em;text
 .note{margin:8px 0 0;font-size:.8125rem;color:var(--soft);max-width:74ch}
 .origin{margin:6px 0 0;font-size:.75rem;color:var(--soft);overflow-wrap:anywhere}
 code{font:.92em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-.key{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:0 0 8px;padding:0;font-size:.8125rem;color:var(--soft)}
+.key{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:0 0 8px;padding:0;
+ font-size:.8125rem;color:var(--soft)}
 .key i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px;vertical-align:-1px}
 .k-floor{background:var(--ink);width:2px!important;border-radius:0!important}
 .k-bound{background:var(--bad);width:2px!important;border-radius:0!important}
@@ -63,7 +66,7 @@ summary:hover{color:var(--ink)}
 .scroll{overflow-x:auto;margin:8px 0 0;border:1px solid var(--faint);border-radius:8px;background:var(--card)}
 table{border-collapse:collapse;font-size:.8125rem;width:100%}
 th,td{padding:5px 12px;text-align:left;border-bottom:1px solid var(--faint);vertical-align:top;white-space:nowrap}
-td:last-child{white-space:normal;min-width:9ch}
+.long{white-space:normal;min-width:26ch}
 tr:last-child td{border-bottom:0}
 th{font-weight:600;color:var(--soft)}
 .num{text-align:right;font-variant-numeric:tabular-nums}
@@ -71,7 +74,8 @@ th{font-weight:600;color:var(--soft)}
 .absent li{padding:7px 0;border-top:1px solid var(--faint)}
 .absent b{color:var(--ink);font-weight:600}
 footer{padding-top:44px;padding-bottom:48px;font-size:.8125rem;color:var(--soft)}
-svg{display:block;max-width:100%;height:auto;overflow:visible;font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+svg{display:block;max-width:100%;height:auto;overflow:visible;
+ font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 svg.narrow{display:none}
 @media (max-width:640px){svg.wide{display:none}svg.narrow{display:block;width:100%}
  main,header,footer{padding-left:16px;padding-right:16px}header{padding-top:22px}.tiles{grid-template-columns:1fr}
@@ -88,7 +92,7 @@ text{fill:var(--ink)}
 [data-tip]:hover{stroke:var(--ink);stroke-width:1.5}
 .wash{fill:var(--off);opacity:.16}
 .evict{fill:var(--gate)}.lost{fill:var(--bad)}
-.s-queued{fill:var(--wait);background:var(--wait)}.s-room{fill:var(--bad);background:var(--bad)}
+.s-queued{fill:var(--wait);background:var(--wait)}.s-room{fill:var(--room);background:var(--room)}
 .s-gate{fill:var(--gate);background:var(--gate)}.s-prefill{fill:var(--gpu);background:var(--gpu)}
 .s-decode{fill:var(--decode);background:var(--decode)}
 .pale{opacity:.3}

@@ -11,6 +11,9 @@ from html import escape
 #: Widths in pixels that each figure is drawn for: the page shows the one that fits.
 WIDE, NARROW = 760, 340
 
+#: The sign of a ratio.
+TIMES = "\u00d7"
+
 Point = tuple[float, float]
 
 

@@ -4,10 +4,12 @@ Must not read files.  It takes a trace, or, where there is none, the rows of `be
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from kvkeep.benching.results import Results
+from kvkeep.report import JsonValue
 from kvkeep.reporting.figure import Figure, LeftOut, Table, drawn
 from kvkeep.reporting.inputs import Inputs, Origin, origin, origin_of_trace
 from kvkeep.reporting.svg import NARROW, Scale, Svg, number, ticks
@@ -76,12 +78,12 @@ class Timeline:
 
 def timelines(inputs: Inputs) -> list[Figure | LeftOut]:
     """One of each trace; without traces that of `bench agent`."""
-    found = [t for n, trace in enumerate(inputs.traces) if (t := of_trace(trace)) is not None]
+    found = [t for trace in inputs.traces if (t := of_trace(trace)) is not None]
     if not found:
         agent = next((one for one in inputs.of("bench agent") if one.rows), None)
         found = [t] if agent is not None and (t := _of_rows(agent)) is not None else []
     if not found:
-        reason = "neither a trace (`--trace FILE` of `kvkeep demo` or `kvkeep bench agent`) nor a result of `kvkeep bench agent` was given"
+        reason = "neither a trace (`--trace FILE` of `kvkeep demo`, say) nor a result of `kvkeep bench agent` was given"
         return [LeftOut("Timeline of a run", reason)]
     return [_figure(timeline, n) for n, timeline in enumerate(found)]
 
@@ -115,11 +117,14 @@ def of_trace(trace: Trace) -> Timeline | None:
     for span in spans[pid]:
         if span.cat in ("h2d", "d2h") and span.begin <= out.end and span.end >= out.begin:
             moved = float(span.args.get("copy_us", 0)) / 1e6
-            tip = f"{span.name.split(' ', 1)[-1]}, {span.args.get('pages', '?')} pages, {number(1000 * moved)} ms of copying"
+            cause, pages = span.args.get("cause", ""), span.args.get("pages", "?")
+            tip = f"{cause}, {pages} pages, bytes moved for {_seconds(moved)}"
             out.copies.setdefault(span.cat, []).append(Bar(0, span.cat, span.begin, span.end, tip, moved))
     _events(out, trace, pid)
     _counters(out, trace, pid)
     out.note = "A copy is pale from its start to the poll that saw it end, solid for as long as its bytes moved."
+    if sum(span.end - span.begin for span in chosen) < (out.end - out.begin) / 2:
+        out.note += " In the gaps other engines of the same run were asked, or none was."
     return out
 
 
@@ -136,7 +141,8 @@ def _requests(out: Timeline, chosen: Sequence[Span], stages: Sequence[Span]) -> 
         if span.name in STAGES and span.of in lane_of:
             told = args[span.of]
             tip = (
-                f"request {span.of}: {STAGES[span.name]} {_seconds(span.end - span.begin)}; {told.get('prompt_tokens', 0):,} tokens, "
+                f"request {span.of}: {STAGES[span.name]} {_seconds(span.end - span.begin)}; "
+                f"{told.get('prompt_tokens', 0):,} tokens, "
                 f"found {told.get('matched_gpu', 0):,} on the GPU, {told.get('matched_cpu', 0):,} in host memory"
             )
             out.bars.append(Bar(lane_of[span.of], span.name, span.begin, span.end, tip))
@@ -187,9 +193,7 @@ def _thin(points: Points) -> Points:
 
 def _slopes(points: Points) -> Points:
     """Of a total, how fast it rises."""
-    return [
-        ((a + b) / 2, max(0.0, (w - v) / (b - a))) for (a, v), (b, w) in zip(points, points[1:], strict=False) if b > a
-    ]
+    return [((a + b) / 2, max(0.0, (w - v) / (b - a))) for (a, v), (b, w) in pairwise(points) if b > a]
 
 
 # ---------------------------------------------------------------------- from the rows of bench agent
@@ -202,7 +206,10 @@ def _of_rows(results: Results) -> Timeline | None:
         return None
     first = rows[0]["workload"]
     load = max(float(str(row["load"])) for row in rows if row["workload"] == first)
-    same = lambda row: row.get("workload") == first and row.get("load") == load and row.get("config") == "both"  # noqa: E731
+
+    def same(row: Mapping[str, JsonValue]) -> bool:
+        return (row.get("workload"), row.get("load"), row.get("config")) == (first, load, "both")
+
     chosen = [row for row in rows if same(row)][:REQUESTS_MAX]
     whole, stages = [], []
     for n, row in enumerate(chosen):
@@ -257,7 +264,8 @@ def _figure(timeline: Timeline, count: int) -> Figure:
     if timeline.copies:
         copies = [bar for own in timeline.copies.values() for bar in own]
         moved = sum(bar.inner or 0.0 for bar in copies)
-        says += f"; {len(copies)} copies moved bytes for {_seconds(moved)}, requests waited {_seconds(waits)} for copies and room"
+        says += f"; {len(copies)} copies moved bytes for {_seconds(moved)}"
+        says += f", requests waited {_seconds(waits)} for copies and room"
     rows: list[list[str | float | int | None]] = [[STAGES[k], round(s, 4)] for k, s in timeline.stages.items()]
     for name, own in timeline.copies.items():
         rows.append([f"copies {name}: {len(own)}, bytes moving", round(sum(bar.inner or 0 for bar in own), 4)])
@@ -270,15 +278,28 @@ def _figure(timeline: Timeline, count: int) -> Figure:
     picture = drawn(title, f"{says}.", lambda width: _draw(_moved(timeline), width))
     table = Table(("what", "seconds, or pages"), rows)
     return Figure(
-        f"timeline-{count}", title, f"{says}.", picture, table, [timeline.origin], key=used, note=timeline.note
+        f"timeline-{count}",
+        "Timeline",
+        title,
+        f"{says}.",
+        picture,
+        table,
+        [timeline.origin],
+        key=used,
+        note=timeline.note,
     )
 
 
 def _moved(t: Timeline) -> Timeline:
     """On a clock that begins with the first request."""
     by = t.begin
-    bar = lambda b: replace(b, begin=b.begin - by, end=b.end - by)  # noqa: E731
-    move = lambda points: [(at - by, value) for at, value in points]  # noqa: E731
+
+    def bar(one: Bar) -> Bar:
+        return replace(one, begin=one.begin - by, end=one.end - by)
+
+    def move(points: Points) -> Points:
+        return [(at - by, value) for at, value in points]
+
     return replace(
         t,
         begin=0.0,

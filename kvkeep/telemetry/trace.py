@@ -107,9 +107,9 @@ class Recorder:
         events.sort(key=lambda pair: pair[0])  # stable: of one moment, in the order in which they were recorded
         out = []
         for at, event in events:
-            timed = {**event, "ts": _us(at - self.began_ns)}
+            timed: dict[str, Any] = {**event, "ts": _us(at - self.began_ns)}
             if "dur" in event:
-                timed["dur"] = _us(event["dur"])
+                timed["dur"] = _us(timed["dur"])
             out.append(timed)
         other = {**self.other, "events_dropped": self.dropped}
         return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*self._named, *out]}
