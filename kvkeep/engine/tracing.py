@@ -98,13 +98,13 @@ class EngineTrace:
     def admitted(self, request: Request) -> None:
         """Its queue is over."""
         self._stages(request)
-        self._down_to(request, 1)
-        self._begin(request, "gate" if request.gated else "prefill", {**self._of_prompt(request), **self._missing()})
+        self._next(
+            request, "gate" if request.gated else "prefill", args={**self._of_prompt(request), **self._missing()}
+        )
 
     def arrived(self, request: Request) -> None:
         """It may run."""
-        self._down_to(request, 1)
-        self._begin(request, "prefill", self._of_prompt(request))
+        self._next(request, "prefill", args=self._of_prompt(request))
 
     def computed(self, batch: Batch, begin_ns: int) -> None:
         """And pages are counted.   prompt_tokens: of prompts; the requests that decode have a token each on top."""
@@ -119,22 +119,28 @@ class EngineTrace:
     def sampled(self, request: Request) -> None:
         """The first token ends the prefill."""
         if self._stages(request)[1:] == ["prefill"]:
-            self._down_to(request, 1)
-            self._begin(request, "decode")
+            self._next(request, "decode", request.first_token_ns if not request.preemptions else None)
 
     def preempted(self, request: Request) -> None:
         """From the beginning."""
         self._to.instant(self._pid, EVICTIONS, "preempted", {"request": request.number})
-        self._down_to(request, 1)
-        self._begin(request, "queued")
+        self._next(request, "queued")
 
     def ended(self, request: Request) -> None:
         """The whole of it."""
         self._stages(request)
-        self._down_to(request, 1)
+        at_ns = request.ended_ns or self._to.now()
+        self._down_to(request, 1, at_ns)
         args = {"output_tokens": len(request.ids) - request.prompt_len, "preemptions": request.preemptions}
         args |= {"aborted": request.aborted} | self._of_prompt(request)
-        self._to.end(self._pid, "request", str(request.number), f"request {request.number}", self._to.now(), args)
+        self._to.end(
+            self._pid,
+            "request",
+            str(request.number),
+            f"request {request.number}",
+            at_ns,
+            args,
+        )
         del self._stage[request.number]
         self._look(self._to.now())
 
@@ -150,10 +156,16 @@ class EngineTrace:
         self._to.begin(self._pid, "request", str(request.number), name, at_ns or self._to.now(), args)
         self._stage[request.number].append(name)
 
-    def _down_to(self, request: Request, depth: int) -> None:
+    def _next(self, request: Request, name: str, at_ns: int | None = None, args: dict[str, Any] | None = None) -> None:
+        """The stage that it is in ends and another begins, at one moment."""
+        at_ns = at_ns or self._to.now()
+        self._down_to(request, 1, at_ns)
+        self._begin(request, name, args, at_ns)
+
+    def _down_to(self, request: Request, depth: int, at_ns: int) -> None:
         stages = self._stage[request.number]
         while len(stages) > depth:
-            self._to.end(self._pid, "request", str(request.number), stages.pop(), self._to.now())
+            self._to.end(self._pid, "request", str(request.number), stages.pop(), at_ns)
 
     def _of_prompt(self, request: Request) -> dict[str, Any]:
         gpu = request.matched_len - request.host_len
