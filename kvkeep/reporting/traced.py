@@ -17,28 +17,39 @@ from kvkeep.telemetry.trace import Recorder, add_series, recording
 
 @contextmanager
 def traced(path: Path, words: Sequence[str]) -> Iterator[None]:
-    """Whatever becomes of the command, what was recorded until then is written to `path`.   words: the command's."""
+    """What was recorded is written to `path`, of an interrupted command too; nothing where its input was bad.
+
+    words: the command's.
+    """
     recorder = Recorder()
     machine = recorder.process("machine")
     telemetry = MachineTelemetry()
     try:
         with telemetry, recording(recorder):
             yield
-    finally:
-        told = telemetry.to_json()
-        add_series(recorder, machine, told["series"])
-        recorder.other |= {
-            "command": " ".join(["kvkeep", *_without(words, ("--trace", "--json"))]),
-            "version": __version__,
-            "commit": reports.commit(),
-            "machine": reports.machine(),
-            "nvml": told["nvml"]["reason"] or told["nvml"].get("device") or "",
-        }
-        try:
-            reports.write_whole(path, json.dumps(recorder.to_json(), allow_nan=False))
-        except OSError as error:
-            raise BadInput(f"--trace {path}: cannot write ({error.strerror}); nothing was written") from error
-        print(f"trace: {path.name}; open it in Perfetto, or `kvkeep report {path.name} -o report.html`")
+    except (BadInput, SystemExit):
+        raise
+    except BaseException:
+        _write(path, words, recorder, machine, telemetry)
+        raise
+    _write(path, words, recorder, machine, telemetry)
+
+
+def _write(path: Path, words: Sequence[str], recorder: Recorder, machine: int, telemetry: MachineTelemetry) -> None:
+    told = telemetry.to_json()
+    add_series(recorder, machine, told["series"])
+    recorder.other |= {
+        "command": " ".join(["kvkeep", *_without(words, ("--trace", "--json"))]),
+        "version": __version__,
+        "commit": reports.commit(),
+        "machine": reports.machine(),
+        "nvml": told["nvml"]["reason"] or told["nvml"].get("device") or "",
+    }
+    try:
+        reports.write_whole(path, json.dumps(recorder.to_json(), allow_nan=False))
+    except OSError as error:
+        raise BadInput(f"--trace {path}: cannot write ({error.strerror}); nothing was written") from error
+    print(f"trace: {path.name}; open it in Perfetto, or `kvkeep report {path.name} -o report.html`")
 
 
 def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:

@@ -311,13 +311,9 @@ def test_every_picture_has_a_title_a_description_and_its_numbers_in_a_table(writ
 def test_words_of_a_results_file_are_never_markup(write: Write) -> None:
     """A file of somebody else may say anything."""
     bad = "<script>alert(1)</script>\"'>"
-    whole = TRANSFER.to_json()
-    found = {
-        **whole,
-        "commit": bad,
-        "machine": {"cpu": bad},
-        "rows": [{"metric": "h2d_gbps", "what": bad, "limit": bad, "reached": True}],
-    }
+    rows = [{"metric": "h2d_gbps", "what": bad, "limit": bad, "reached": True}]
+    metrics = {**TRANSFER.metrics, f"h2d {bad}_gbps": Metric(3.0, "GB/s"), bad: Metric(1.0, bad)}
+    found = {**Report("bench transfer", True, metrics, rows).to_json(), "commit": bad, "machine": {"cpu": bad}}
     page = made(write(bad={**found, "record": {"arguments": [bad]}}))
     assert 1 == page.count("<script>")
     assert "alert(1)" in page
