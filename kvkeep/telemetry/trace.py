@@ -70,7 +70,7 @@ class Recorder:
     def end(self, pid: int, cat: str, of: str, name: str, at_ns: int, args: Args | None = None) -> None:
         """It ends; nothing where its beginning was not recorded."""
         if (pid, cat, of, name) in self._open:
-            self._open.remove((pid, cat, of, name))
+            self._open.discard((pid, cat, of, name))
             event = {"ph": "e", "name": name, "cat": cat, "id": of, "pid": pid, "tid": 0, "args": args or {}}
             self._events.append((at_ns, event))
 
