@@ -10,7 +10,7 @@ import pytest
 
 from kvkeep import __version__
 from kvkeep.errors import BadInput
-from kvkeep.report import Metric, Report
+from kvkeep.report import JsonValue, Metric, Report
 from kvkeep.reporting.command import ReportOptions, every_figure, run
 from kvkeep.reporting.figure import Figure, LeftOut
 from kvkeep.reporting.headline import PROMISES, Verdict, judge
@@ -20,9 +20,10 @@ from kvkeep.reporting.svg import Scale, apart, ticks
 from kvkeep.telemetry.trace import Recorder
 
 Write = Callable[..., Path]
+Row = dict[str, JsonValue]
 
 
-def request_row(config: str, turn: int, ttft_s: float) -> dict[str, Any]:
+def request_row(config: str, turn: int, ttft_s: float) -> Row:
     """A request of `bench agent`."""
     return {
         **{"series": "request", "workload": "tau", "load": 0.8, "config": config, "session": 0, "turn": turn},
@@ -51,8 +52,10 @@ SWEEP = Report(
     True,
     {"working_set_pages": Metric(100, "pages")},
     [
-        {"series": "sweep", "pool_pages": pages, "pool_tokens": 128 * pages, "matched_share": share}
-        | {"predicted_share": share, "predicted_lru_share": share / 2}
+        {
+            **{"series": "sweep", "pool_pages": pages, "pool_tokens": 128 * pages, "matched_share": share},
+            **{"predicted_share": share, "predicted_lru_share": share / 2},
+        }
         for pages, share in ((20, 0.1), (40, 0.5), (100, 0.9))
     ],
 )
@@ -178,7 +181,7 @@ def test_point_that_is_no_size_is_bad_input(said: str) -> None:
 
 def test_result_of_bench_all_is_one_of_each_case(write: Write) -> None:
     """Metrics by their prefix, rows by their case."""
-    rows = [
+    rows: list[Row] = [
         {"case": "transfer", "seconds": 3.0, "exit_code": 0},
         *({"case": "transfer", **row} for row in TRANSFER.rows),
     ]
@@ -311,7 +314,7 @@ def test_every_picture_has_a_title_a_description_and_its_numbers_in_a_table(writ
 def test_words_of_a_results_file_are_never_markup(write: Write) -> None:
     """A file of somebody else may say anything."""
     bad = "<script>alert(1)</script>\"'>"
-    rows = [{"metric": "h2d_gbps", "what": bad, "limit": bad, "reached": True}]
+    rows: list[Row] = [{"metric": "h2d_gbps", "what": bad, "limit": bad, "reached": True}]
     metrics = {**TRANSFER.metrics, f"h2d {bad}_gbps": Metric(3.0, "GB/s"), bad: Metric(1.0, bad)}
     found = {**Report("bench transfer", True, metrics, rows).to_json(), "commit": bad, "machine": {"cpu": bad}}
     page = made(write(bad={**found, "record": {"arguments": [bad]}}))
