@@ -109,7 +109,8 @@ def _why_absent(inputs: Inputs, promise: Promise) -> str:
         for row in results.rows:
             if row.get("series") == "peers" and row.get("peer") == peer and row.get("note"):
                 return str(row["note"])
-    return f"no result of `kvkeep {promise.command}` has it"
+    how = "make bench-peers" if promise.command == "bench peers" else f"kvkeep {promise.command}"
+    return f"no result of `{how}` has it"
 
 
 def judge(metric: Metric, promise: Promise, *, smoke: bool) -> Verdict:

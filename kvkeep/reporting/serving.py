@@ -171,7 +171,7 @@ def hit_curves(inputs: Inputs, point: str | None) -> list[Figure | LeftOut]:
     if not curves:
         reason = "no result of `kvkeep bench sweep` or `kvkeep size` was given"
         return [LeftOut("Hits over the size of the pool", reason)]
-    return [_curve(curve, number) for number, curve in enumerate(curves)]
+    return [_curve(curve, number, point) for number, curve in enumerate(curves)]
 
 
 def parse_point(said: str) -> tuple[float, str]:
@@ -241,7 +241,7 @@ def _of_size(results: Results, said: str | None) -> _Curve | None:
     return _Curve(title, unit, True, lines, [], point, origin(results))
 
 
-def _curve(curve: _Curve, count: int) -> Figure:
+def _curve(curve: _Curve, count: int, said: str | None) -> Figure:
     main = curve.dots or curve.lines[-1][2]
     for kind, _, points in curve.lines:
         if kind == "both" and not curve.dots:
@@ -266,6 +266,8 @@ def _curve(curve: _Curve, count: int) -> Figure:
         if curve.dots
         else "Both tiers together, by factors of two."
     )
+    if said is not None and curve.point is None:
+        note += f" The point {said} is not shown: these sizes are {curve.unit}, and a token's bytes are not known."
     return Figure(
         f"hits-{count}",
         f"Hits, {curve.title.rsplit(', ', 1)[-1]}",

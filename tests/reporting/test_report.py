@@ -235,6 +235,13 @@ def test_point_of_the_user_lies_on_the_measured_curve(write: Write) -> None:
     assert ["a pool as of bench agent, 25 pages: 20.0 %"] == tips(figures(write("agent", "sweep"))["hits-0"], "a pool")
 
 
+def test_point_that_cannot_be_placed_is_said(write: Write) -> None:
+    """GiB on a curve of pages, of which nobody knows how large they are."""
+    figure = figures(write("sweep"), "24GiB")["hits-0"]
+    assert [] == tips(figure, "your pool")
+    assert "The point 24GiB is not shown" in figure.note
+
+
 def test_bars_of_transfers_are_as_long_as_their_rates(write: Write) -> None:
     """On one scale, with the ceiling at its place."""
     figure = figures(write("transfer"))["transfer-0"]
