@@ -91,7 +91,7 @@ def _transfer(title: str, slug: str, rates: Sequence[_Rate], results: Results) -
     picture = drawn(title, f"{says}.", lambda width: _draw_rates(rates, width))
     key = [("c-gpu", "ours, median"), ("k-floor", "ceiling"), ("k-bound", "limit")]
     note = (
-        "More than 100 % is noise, or memory that was warmer for us than for the plain copy."
+        "More than 100 %: the plain copy was slower than ours in this run, so it was no ceiling there."
         if shares and max(shares) > 1
         else ""
     )
