@@ -343,7 +343,7 @@ def _draw(t: Timeline, width: float) -> Svg:
         own = [mark for mark in t.marks if mark[0] == tier]
         if own:
             most = max(pages for _, _, pages, _ in own)
-            svg.text(0, at + 9, f"pages leave the {tier} tier, up to {most:,} at once; red: not kept below", "axis")
+            svg.text(0, at + 9, f"pages leave the {tier} tier, up to {most:,}; red: lost", "axis")
             for _, when, pages, words in own:
                 tall = 4 + 14 * (pages / most if most else 0)
                 kind = "evict lost" if words.endswith("evicted") else "evict"
