@@ -1,4 +1,4 @@
-"""The command line: kvkeep demo, verify, replay, size, route and bench.
+"""The command line: kvkeep demo, verify, replay, size, route, bench and report.
 
 Must not import torch, transformers or rich before a command needs them; must not measure anything itself.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvkeep import __version__
 from kvkeep import report as reports
 from kvkeep.errors import BadInput, KvkeepError
-from kvkeep.parsing import Parser
+from kvkeep.parsing import Parser, count, count_or_none, rate, seed
 from kvkeep.report import Report
 
 EXIT_FINE = 0
@@ -65,10 +65,13 @@ def _run(argv: list[str]) -> int:
     elif rest:
         parser.error(f"{arguments.name} does not know {' '.join(rest)}")
     path: Path | None = arguments.json
+    trace: Path | None = arguments.trace_file
     if path is not None:
         reports.check_writable(path)
+    if trace is not None:
+        reports.check_writable(trace, "--trace")
     try:
-        result = command(arguments)
+        result = command(arguments) if trace is None else _traced(command, arguments, said=argv)
     except KeyboardInterrupt:
         # The long commands hand back what they measured so far; this one had not begun to measure.
         print("kvkeep: interrupted, nothing measured yet", file=sys.stderr)
@@ -83,6 +86,13 @@ def _run(argv: list[str]) -> int:
     if reports.INTERRUPTED in result.metrics:
         return EXIT_INTERRUPTED
     return EXIT_FINE if result.ok else EXIT_BROKEN
+
+
+def _traced(command: Command, arguments: argparse.Namespace, said: Sequence[str]) -> Report:
+    from kvkeep.reporting.traced import traced
+
+    with traced(arguments.trace_file, said):
+        return command(arguments)
 
 
 def _complain(message: str) -> int:
@@ -232,7 +242,15 @@ def _bench(arguments: argparse.Namespace) -> Report:
         arguments.case_arguments.append("--help")  # the case knows its own options, and lists them
     if arguments.case is None:
         raise BadInput(f"bench: name a case: {', '.join(command.names())}")
+    if arguments.case == command.ALL and arguments.trace_file is not None:
+        raise BadInput("--trace with bench all: each case runs in a process of its own; name one case")
     return command.run(arguments.case, arguments.case_arguments, arguments.baseline)
+
+
+def _report(arguments: argparse.Namespace) -> Report:
+    from kvkeep.reporting import command
+
+    return command.run(command.ReportOptions(arguments.results, arguments.output, arguments.point))
 
 
 def _parser() -> Parser:
@@ -243,7 +261,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvkeep {__version__}")
-    parser.set_defaults(command=None, name=None, json=None)
+    parser.set_defaults(command=None, name=None, json=None, trace_file=None)
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_demo(commands)
     _add_verify(commands)
@@ -251,6 +269,7 @@ def _parser() -> Parser:
     _add_size(commands)
     _add_route(commands)
     _add_bench(commands)
+    _add_report(commands)
     return parser
 
 
@@ -263,14 +282,14 @@ def _add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
         allow_abbrev=False,
     )
     demo.set_defaults(command=_demo, name="demo")
-    demo.add_argument("--sessions", type=_count, default=3, metavar="N", help="sessions in rotation (3)")
-    demo.add_argument("--turns", type=_count, default=5, metavar="N", help="turns of each session (5)")
+    demo.add_argument("--sessions", type=count, default=3, metavar="N", help="sessions in rotation (3)")
+    demo.add_argument("--turns", type=count, default=5, metavar="N", help="turns of each session (5)")
     demo.add_argument(
-        "--pool-pages", type=_count, default=64, metavar="N", help="pages in the pool of the cached run (64)"
+        "--pool-pages", type=count, default=64, metavar="N", help="pages in the pool of the cached run (64)"
     )
     demo.add_argument(
         "--host-pages",
-        type=_count_or_none,
+        type=count_or_none,
         default=0,
         metavar="N",
         help="pages of a tier in host memory for what the pool cannot hold (0: none)",
@@ -281,7 +300,7 @@ def _add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="sessions share nothing, as those of different tenants, so that each can push the whole of another out",
     )
     demo.add_argument(
-        "--max-new-tokens", type=_count, default=24, metavar="N", help="tokens the model writes per turn (24)"
+        "--max-new-tokens", type=count, default=24, metavar="N", help="tokens the model writes per turn (24)"
     )
     _add_model_options(demo)
 
@@ -303,7 +322,7 @@ def _add_verify(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     verify.add_argument(
         "--cases",
-        type=_count,
+        type=count,
         default=None,
         metavar="N",
         help="stop when N requests or a few more have been compared (220)",
@@ -327,8 +346,8 @@ def _add_replay(commands: "argparse._SubParsersAction[Parser]") -> None:
     replay.set_defaults(command=_replay, name="replay")
     add = replay.add_argument
     _add_trace_options(replay)
-    add("--gpu-tokens", type=_count, required=True, metavar="N", help="token positions that the GPU tier holds")
-    add("--cpu-tokens", type=_count_or_none, default=0, metavar="N", help="and the tier in host memory (0: none)")
+    add("--gpu-tokens", type=count, required=True, metavar="N", help="token positions that the GPU tier holds")
+    add("--cpu-tokens", type=count_or_none, default=0, metavar="N", help="and the tier in host memory (0: none)")
     add("--eviction", default="rhythm", metavar="NAME", help="the order in which cached pages leave (rhythm)")
     add(
         "--accounting",
@@ -337,10 +356,10 @@ def _add_replay(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="engine: requests last, and hold their pages and a tail page; reference: only full cached pages count",
     )
     add("--index-at", choices=("seal", "finish"), default="seal", help="when pages become visible (seal)")
-    add("--concurrency", type=_count, metavar="N", help="live requests at most (1 in a rotation, else any number)")
-    add("--prefill-rate", type=_rate, default=50_000.0, metavar="R", help="tokens a second, one prompt a time (50000)")
-    add("--decode-rate", type=_rate, default=50.0, metavar="R", help="tokens a second, each request (50)")
-    add("--link-rate", type=_rate, metavar="R", help="tokens a second between the tiers (copies take no time)")
+    add("--concurrency", type=count, metavar="N", help="live requests at most (1 in a rotation, else any number)")
+    add("--prefill-rate", type=rate, default=50_000.0, metavar="R", help="tokens a second, one prompt a time (50000)")
+    add("--decode-rate", type=rate, default=50.0, metavar="R", help="tokens a second, each request (50)")
+    add("--link-rate", type=rate, metavar="R", help="tokens a second between the tiers (copies take no time)")
     add("--explain", action="store_true", help="say why pages were not found, by cause")
     add("--prompts-only", action="store_true", help="as if generated pages were not stored")
     _add_json(replay)
@@ -357,8 +376,8 @@ def _add_size(commands: "argparse._SubParsersAction[Parser]") -> None:
     size.set_defaults(command=_size, name="size")
     add = size.add_argument
     _add_trace_options(size)
-    add("--gpu", type=_rate, required=True, metavar="SIZE", help="the GPU tier: tokens, or with --model GiB")
-    add("--cpu", type=_rate, default=0.0, metavar="SIZE", help="the tier in host memory (none)")
+    add("--gpu", type=rate, required=True, metavar="SIZE", help="the GPU tier: tokens, or with --model GiB")
+    add("--cpu", type=rate, default=0.0, metavar="SIZE", help="the tier in host memory (none)")
     add("--model", type=Path, metavar="CONFIG", help="the model's config.json: sizes are GiB of its KV")
     add("--kv-dtype", metavar="DTYPE", help="of the KV pool (the model's)")
     add("--eviction", default="lru,rhythm", metavar="NAMES", help="the advice is for the last of these (lru,rhythm)")
@@ -378,10 +397,10 @@ def _add_route(commands: "argparse._SubParsersAction[Parser]") -> None:
     add = route.add_argument
     add("--replica", action="append", required=True, metavar="URL", help="a replica's address; once for each of them")
     add("--host", default="127.0.0.1", metavar="HOST", help="the address to listen on (127.0.0.1)")
-    add("--port", type=_count_or_none, default=8080, metavar="N", help="the port (8080; 0: any that is free)")
-    add("--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)")
-    add("--depth", type=_count, metavar="K", help="the K-th page decides (learned from what prompts share)")
-    add("--slack", type=_rate, default=12.0, metavar="N", help="requests more than elsewhere that may wait (12)")
+    add("--port", type=count_or_none, default=8080, metavar="N", help="the port (8080; 0: any that is free)")
+    add("--page-size", type=count, default=128, metavar="N", help="token positions in a page (128)")
+    add("--depth", type=count, metavar="K", help="the K-th page decides (learned from what prompts share)")
+    add("--slack", type=rate, default=12.0, metavar="N", help="requests more than elsewhere that may wait (12)")
     _add_json(route)
 
 
@@ -389,10 +408,10 @@ def _add_trace_options(command: Parser) -> None:
     add = command.add_argument
     what = "a trace file, the NAME of NAME.sessions.jsonl.gz, or for replay workload:NAME?parameter=value&..."
     add("trace", type=Path, metavar="TRACE", help=what)
-    add("--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)")
+    add("--page-size", type=count, default=128, metavar="N", help="token positions in a page (128)")
     add("--order", metavar="ORDER", help="recorded, rotate:N (N sessions in turn) or open:N (N at their own pace)")
-    add("--sessions", type=_count, metavar="N", help="only the first N sessions")
-    add("--limit", type=_count, metavar="N", help="stop after N requests")
+    add("--sessions", type=count, metavar="N", help="only the first N sessions")
+    add("--limit", type=count, metavar="N", help="stop after N requests")
     add("--no-best", action="store_true", help="leave the best possible out")
     add("--tokenizer", type=Path, metavar="FILE", help="the tokenizer.json that chat logs are tokenised with")
     add("--skip-bad", action="store_true", help="leave malformed lines out, and use what there is of a cut file")
@@ -410,9 +429,25 @@ def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
     bench.set_defaults(command=_bench, name="bench", parser=bench)
     bench.add_argument("-h", "--help", action="store_true", help="this list, or that of the case")
     _add_json(bench)
+    _add_trace(bench)
     add = bench.add_argument
     add("--baseline", type=Path, metavar="FILE", help="an earlier result: say what is better, worse or within noise")
     add("case", nargs="?", metavar="CASE", help="the case, such as index; all: every case that can run here")
+
+
+def _add_report(commands: "argparse._SubParsersAction[Parser]") -> None:
+    report = commands.add_parser(
+        "report",
+        help="make one page of pictures of what was measured",
+        description="One HTML file of results and traces, with nothing to load from elsewhere: what is gained, where "
+        "it comes from and what it costs.  A file of another version, or one that was cut short, is named and skipped.",
+        allow_abbrev=False,
+    )
+    report.set_defaults(command=_report, name="report")
+    add = report.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULTS", help="files of --json and --trace, or folders of them")
+    add("-o", "--output", type=Path, required=True, metavar="FILE", help="the page, such as report.html")
+    add("--point", metavar="SIZE", help="your pool, on the hit curve: 18 (pages), 131072tokens or 24GiB")
 
 
 def _add_model_options(command: Parser) -> None:
@@ -423,49 +458,21 @@ def _add_model_options(command: Parser) -> None:
         help="smollm2-135m, stories260k, or the path of a .gguf, a llama2.c .bin or a Hugging Face folder",
     )
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (cpu)")
-    command.add_argument("--page-size", type=_count, default=128, metavar="N", help="token positions in a page (128)")
+    command.add_argument("--page-size", type=count, default=128, metavar="N", help="token positions in a page (128)")
     command.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="seed of everything that is drawn at random (0)"
+        "--seed", type=seed, default=0, metavar="N", help="seed of everything that is drawn at random (0)"
     )
     _add_json(command)
+    _add_trace(command)
+
+
+def _add_trace(command: Parser) -> None:
+    what = "record requests, gates, copies and evictions to FILE, which Perfetto and `kvkeep report` open"
+    command.add_argument("--trace", type=Path, dest="trace_file", metavar="FILE", help=what)
 
 
 def _add_json(command: Parser) -> None:
     command.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the result as JSON to FILE")
-
-
-def _count(text: str) -> int:
-    return _integer(text, at_least=1)
-
-
-def _count_or_none(text: str) -> int:
-    return _integer(text, at_least=0)
-
-
-def _seed(text: str) -> int:
-    return _integer(text, at_least=0)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not usable here: it must be a number above 0")
-    return value
-
-
-def _integer(text: str, at_least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = at_least - 1
-    if value < at_least:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not usable here: it must be a whole number of at least {at_least}"
-        )
-    return value
 
 
 if __name__ == "__main__":

@@ -86,31 +86,31 @@ class Report:
         """Write the object to `path`, whole or not at all. Raises BadInput when it cannot."""
         text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
         try:
-            _write_whole(path, text)
+            write_whole(path, text)
         except OSError as error:
             raise BadInput(f"--json {path}: cannot write ({error.strerror}); nothing was written") from error
 
 
-def check_writable(path: Path) -> None:
-    """Raise BadInput unless a report can be written to `path`. Called before the work; leaves nothing."""
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Raise BadInput unless `path`, which `option` names, can be written. Called before the work; leaves nothing."""
     target = Path(os.path.realpath(path))
     try:
         if path.exists():
             mode = path.stat().st_mode
             if stat.S_ISDIR(mode):
-                raise BadInput(f"--json {path}: is a directory; name a file in it, such as {path}/report.json")
+                raise BadInput(f"{option} {path}: is a directory; name a file in it, such as {path}/result.json")
             if not os.access(path, os.W_OK):
-                raise BadInput(f"--json {path}: the file may not be written; change its mode or name another one")
+                raise BadInput(f"{option} {path}: the file may not be written; change its mode or name another one")
             if not stat.S_ISREG(mode):
                 return
         if not target.parent.is_dir():
-            raise BadInput(f"--json {path}: there is no directory {path.parent}; create it or name another file")
+            raise BadInput(f"{option} {path}: there is no directory {path.parent}; create it or name another file")
         probe = _temporary_beside(target)
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         probe.unlink()
     except OSError as error:
         raise BadInput(
-            f"--json {path}: cannot be written ({error.strerror}); name a file where you may write"
+            f"{option} {path}: cannot be written ({error.strerror}); name a file where you may write"
         ) from error
 
 
@@ -187,7 +187,8 @@ def _temporary_beside(target: Path) -> Path:
     return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all.  Raises `OSError`."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # a device or a pipe: there is nothing to replace
         return

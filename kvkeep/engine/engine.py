@@ -23,6 +23,7 @@ from kvkeep.engine.loader import LoadedModel
 from kvkeep.engine.paged_attention import Segment
 from kvkeep.engine.request import ImageInput, Request, SamplingParams, State
 from kvkeep.engine.sampling import sample
+from kvkeep.engine.tracing import ledger_if_recorded, listener
 from kvkeep.engine.vision.features import ImageFeatures
 from kvkeep.errors import BadInput, CannotSuspend, InvariantViolation, NotReady, OutOfPages
 from kvkeep.index.media import MediaItem, place_media
@@ -124,13 +125,18 @@ class Engine:
         self.pool = GpuPool.allocate(layout, config.pool_pages, loaded.device)
         tiered = config.host_pages or config.suspend_pages
         self._below = HostTier(self.pool, config, wrap_backend) if tiered else None
+        misses = ledger_if_recorded(config.page_size)
         self.cache = TieredCache(
             CacheConfig(page_size=config.page_size, index_at=config.index_at),
             self.pool,
             loaded.fingerprint(config.page_size, mode),
             host=self._below.pool if self._below is not None else None,
             transfers=self._below.transfers if self._below is not None else None,
+            misses=misses,
         )
+        kept = f"pool {config.pool_pages} pages, host {config.host_pages}" + ("" if config.reuse else ", cache off")
+        transfers = self._below.transfers if self._below is not None else None
+        self._told = listener(f"engine: {kept}", self.cache, misses, transfers)
         self.on_forward: OnForward | None = None
         self._forward = Forward(loaded, self.pool.kv, layout, self.arithmetic)
         self._images: ImageFeatures | None = None
@@ -208,6 +214,7 @@ class Engine:
         else:
             return
         request.end(State.ABORTED)
+        self._told.ended(request)
 
     def step(self) -> bool:
         """One forward over the requests that run; False when there was nothing to do."""
@@ -218,10 +225,11 @@ class Engine:
         if not batch:
             return self._wait_for_copies()
         with self._with_features(batch) as pieces:
-            start = time.perf_counter()
+            start_ns = time.perf_counter_ns()
             logits = self._forward.run(pieces)
             if self._below is not None:
-                self._after_forward(batch, time.perf_counter() - start)
+                self._after_forward(batch, (time.perf_counter_ns() - start_ns) / 1e9)
+        self._told.computed(batch, start_ns)
         self._advance(batch, logits)
         return True
 
@@ -262,14 +270,17 @@ class Engine:
             try:
                 lease = self._lease(request)
             except NotReady:
+                self._told.blocked(request)
                 return  # its pages are still on their way down
             except OutOfPages as error:
                 if not self._running and not error.in_flight:
                     raise  # it was checked to fit an empty pool, so something else holds pages
                 self._held = bool(self._running)
+                self._told.blocked(request)
                 return
             self._waiting.popleft()
             request.start(lease)
+            self._told.admitted(request)
             self._running.append(request)
             self._running.sort(key=_number)  # one that was preempted is older than those admitted since
 
@@ -289,6 +300,7 @@ class Engine:
         for request in self._running:
             if request.gated and not request.held.read_in_progress:
                 request.arrived()
+                self._told.arrived(request)
         for request in [r for r in self._running if r.starved]:
             if request.state is State.RUNNING:
                 self._extend(request)
@@ -385,11 +397,13 @@ class Engine:
         sampled = sample(logits, [(request.params, len(request.ids)) for request in wanted]) if wanted else []
         for request, token in zip(wanted, sampled, strict=True):
             request.append(token)
+            self._told.sampled(request)
         for request in wanted:
             if request.finish_reason is not None:
                 self.cache.finish(request.held, request.kv_len)
                 self._leave(request)
                 request.end(State.FINISHED)
+                self._told.ended(request)
         for request in sorted(wanted, key=_number):
             if request.state is State.RUNNING:
                 self._extend(request)
@@ -449,6 +463,7 @@ class Engine:
     def _wait_again(self, request: Request, ticket: Suspended | None = None) -> None:
         """A request without pages waits, by age, and goes on where it stood."""
         request.wait(ticket)
+        self._told.preempted(request)
         self._waiting = deque(sorted((*self._waiting, request), key=_number))
 
     def _leave(self, request: Request) -> None:

@@ -149,6 +149,7 @@ def _report(trace: Trace, order: Order, sizing: Sizing, tokens: int, nbytes: int
     gpu, cpu = sizing.gpu_tokens, sizing.cpu_tokens
     share: Callable[[int], Metric] = lambda size: Metric(sizing.share(size), "of prompt tokens")  # noqa: E731
     metrics = {
+        "tiers_tokens": Metric(gpu + cpu, "tokens"),
         "hit_share_gpu": share(gpu),
         "hit_share": share(gpu + cpu),
         "hit_share_gpu_doubled": share(2 * gpu + cpu),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
+from typing import Protocol
 
 from kvkeep.config import check_int
 from kvkeep.errors import BadInput, InvariantViolation
@@ -54,6 +55,16 @@ class Completion:
         return self.job.plan
 
 
+class Watcher(Protocol):
+    """Hears of jobs, with the manager's lock held: it must be quick, and must not call the manager."""
+
+    def started(self, job: Job) -> None:
+        """The backend gets it now."""
+
+    def over(self, completion: Completion) -> None:
+        """It is over; one that was not started is heard of here too."""
+
+
 class TransferManager:
     """Runs the copies of one pair of pools over one backend.
 
@@ -63,6 +74,7 @@ class TransferManager:
     queue_pages_max: pages of the loads that wait, a load of slots alone as one; one load always may, however large.
     deadline_s: seconds from submission after which a job is overdue.
     clock: seconds that never go back.
+    watch: told of every job that starts and ends, if set.
     """
 
     def __init__(
@@ -98,6 +110,7 @@ class TransferManager:
         self._stopping = False  # closed, and the backend has not stopped yet
         self._dead: str | None = None
         self._tally = Tally()
+        self.watch: Watcher | None = None
 
     # ------------------------------------------------------------------ questions
 
@@ -287,6 +300,8 @@ class TransferManager:
                 self._unqueue(job)
                 self._in_flight[job] = None
                 self._in_flight_nbytes += job.nbytes
+                if self.watch is not None:
+                    self.watch.started(job)
             self._backend.launch(job)
 
     def _next(self) -> Job | None:
@@ -339,7 +354,10 @@ class TransferManager:
         """Under the lock; the job is in no queue any more."""
         ok = error is None
         self._tally.ended(job, ok, copy_ns)
-        return Completion(job, ok, True, error, job.overdue, job.nbytes if ok else 0, copy_ns)
+        done = Completion(job, ok, True, error, job.overdue, job.nbytes if ok else 0, copy_ns)
+        if self.watch is not None:
+            self.watch.over(done)
+        return done
 
     def _end_queued(self, error: str) -> list[Completion]:
         """The final completions of everything that has not started."""

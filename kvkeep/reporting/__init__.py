@@ -1,0 +1,4 @@
+"""The report: pictures of what was measured, on one page.
+
+Must not measure anything.
+"""
