@@ -40,7 +40,7 @@ bench-tables: setup ## bring the tables of the documents up to date with bench/r
 
 .PHONY: gpu-check
 gpu-check: setup ## on a CUDA machine (EXTRAS=engine,cuda,dev): copies, bytes and blocking calls, 8 minutes at most
-	@.venv/bin/kvkeep bench gpu_check --json bench/results/gpu_check.json $(ARGS)
+	@$(PY) -m bench.gpu_check $(ARGS)
 
 .PHONY: lint
 lint: setup ## format, lint, types, layers: all four, then the verdict

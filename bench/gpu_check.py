@@ -4,7 +4,7 @@ Must not know how a part measures what it measures.  Where something is missing 
 standard library is loaded before that is known.
 
     kvkeep bench gpu_check [--smoke] [--minutes N] [--skip PARTS] [--json FILE]
-    python -m bench.gpu_check [...]     # the same without an installation
+    python -m bench.gpu_check [...]     # the same without an installation, and a report to look at beside the file
 
 The report is ok when every limit is reached; README.md beside this file says what each figure means.
 """
@@ -79,8 +79,19 @@ def main(arguments: list[str]) -> int:
         return 2
     from kvkeep import cli
 
-    named = any(word.split("=")[0] == "--json" for word in arguments)
-    return cli.main(["bench", "gpu_check", *arguments, *([] if named else ["--json", str(DEFAULT_JSON)])])
+    named = _json_file(arguments)
+    code = cli.main(["bench", "gpu_check", *arguments, *([] if named else ["--json", str(DEFAULT_JSON)])])
+    file = Path(named or DEFAULT_JSON)
+    if wanted and code in (0, 1) and file.is_file():
+        return cli.main(["report", str(file), "-o", str(file.with_suffix(".html"))]) or code
+    return code
+
+
+def _json_file(arguments: list[str]) -> str | None:
+    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if word.partition("=")[0] == "--json":
+            return word.partition("=")[2] or following
+    return None
 
 
 def _parse(arguments: list[str]) -> "argparse.Namespace":

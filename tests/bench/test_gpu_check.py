@@ -330,7 +330,7 @@ def test_telemetry_lies_beside_the_parts(capsys: pytest.CaptureFixture[str]):
 
 
 def test_script_runs_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """All parts, on a processor instead of a device: a result, and a summary of one screen."""
+    """All parts, on a processor instead of a device: a result, a page to look at, and a summary of one screen."""
     commands = {"engine_demo": "demo --model stories260k --sessions 2 --turns 2 --page-size 16 --host-pages 200"}
     torch = pytest.importorskip("torch")
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -343,6 +343,8 @@ def test_script_runs_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert {row["part"] for row in result["rows"] if "part" in row} == NAMES
     assert {"model_ttft_ratio", "admit_lock_us", "telemetry_host_cpu_s"} <= result["metrics"].keys()
     assert result["metrics"]["model_ttft_ratio"]["value"] > 0
+    page = file.with_suffix(".html").read_text()
+    assert "<html" in page and "gpu_check" in page
     engine = next(row for row in result["rows"] if row["metric"] == "engine_demo")
     assert engine["reached"], engine
     lines = capsys.readouterr().out.splitlines()
