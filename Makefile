@@ -38,6 +38,10 @@ bench: setup ## measure all that can be measured here, 25 minutes (ARGS=--smoke:
 bench-tables: setup ## bring the tables of the documents up to date with bench/results
 	@$(PY) -m tools.bench_tables
 
+.PHONY: report
+report: setup ## one page of the figures in bench/results: report.html (ARGS="--point 24GiB TRACE ...")
+	@.venv/bin/kvkeep report bench/results -o report.html $(ARGS)
+
 .PHONY: gpu-check
 gpu-check: setup ## on a CUDA machine (EXTRAS=engine,cuda,dev): copies, bytes and blocking calls, 8 minutes at most
 	@$(PY) -m bench.gpu_check $(ARGS)

@@ -23,12 +23,14 @@ WARM_UP_PAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A configuration.   keep: pages are matched and kept.   host_pages: of the tier in host memory; 0: none."""
+    """A configuration.   keep: pages are matched and kept.   host_pages: of the tier in host memory; 0: none.
+    threads: of a forward; None: torch's setting."""
 
     name: str
     pool_pages: int
     host_pages: int = 0
     keep: bool = True
+    threads: int | None = None
 
 
 def make_engine(loaded: LoadedModel, setup: Setup, page_size: int) -> Engine:
@@ -39,6 +41,7 @@ def make_engine(loaded: LoadedModel, setup: Setup, page_size: int) -> Engine:
         host_pages=setup.host_pages,
         reuse=setup.keep,
         store=setup.keep,
+        threads=setup.threads,
     )
     return Engine(loaded, config)
 

@@ -18,6 +18,8 @@ class LoadPass:
 
     local_tokens, external_tokens: of the prompts, from vLLM's own blocks and through the connector, by /metrics.
     cpu_s: of all of the server's processes.   wall_s: from the first due request to the end of the last.
+    computed_tokens, steps, preemptions: what the server computed, in how many steps, and how often it gave up a
+        request's blocks, by /metrics.
     """
 
     case: str
@@ -30,6 +32,9 @@ class LoadPass:
     cpu_s: float
     wall_s: float
     spin_us: float
+    computed_tokens: float = 0.0
+    steps: float = 0.0
+    preemptions: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

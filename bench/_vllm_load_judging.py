@@ -188,6 +188,9 @@ def _pass_row(case: LoadCase, one: LoadPass, found: Found, slo: Slo) -> Row:
         "late_ms_max": round(1e3 * max(late_s), 1),
         "wall_s": round(one.wall_s, 2),
         "cpu_s": round(one.cpu_s, 2),
+        "computed_tokens": round(one.computed_tokens),
+        "steps": round(one.steps),
+        "preemptions": round(one.preemptions),
         "spin_us": round(one.spin_us, 1),
     }
 

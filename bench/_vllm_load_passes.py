@@ -26,6 +26,8 @@ SPACE = 0.25
 #: Without it there is no way to empty the caches between two passes.
 DEVELOPING = {"VLLM_SERVER_DEV_MODE": "1"}
 RESET_S_MAX = 20.0
+#: Tokens that the steps computed, steps, and preemptions.
+WORKED = ("vllm:iteration_tokens_total_sum", "vllm:iteration_tokens_total_count", "vllm:num_preemptions_total")
 #: Of the prompts that are asked alone, without load; what is generated for each.
 ALONE_TOKENS, ALONE_NEW, ALONE_PROMPTS = 900, 8, 3
 ALONE_SEED = 5_000_000
@@ -97,9 +99,11 @@ def _pass(up: Served, name: str, case: LoadCase, repeat: int, arrivals: Arrivals
     outcomes = asyncio.run(send(up.url, MODEL_NAME, prompts, case.new_tokens, arrivals))
     wall_s, cpu_s = time.perf_counter() - began, up.cpu_s() - cpu_s
     up.check_alive()
-    local, external = _hits(before, up.metrics())
+    after = up.metrics()
+    local, external = _hits(before, after)
+    worked = [after.get(name, 0.0) - before.get(name, 0.0) for name in WORKED]
     say(f"{case.name} {name} {repeat}: {wall_s:.1f} s, {arrivals.per_s:.2f} requests a second")
-    return LoadPass(case.name, name, repeat, arrivals, outcomes, local, external, cpu_s, wall_s, spin)
+    return LoadPass(case.name, name, repeat, arrivals, outcomes, local, external, cpu_s, wall_s, spin, *worked)
 
 
 def _hits(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:

@@ -23,7 +23,7 @@ class CacheConfig:
     eviction: the order in which cached pages leave.  "rhythm" learns when chains come back, and lets go first of what
         costs most to keep for each hit; "lru" is exact least-recently-used, tail first.
     forks: let an engine fork a live request under another label (`TieredCache.fork`).
-    ghosts: estimate what tiers of other sizes would hit; 20 to 50 microseconds for each request that finishes.
+    ghosts: estimate what tiers of other sizes would hit; some 25 microseconds for each request that finishes.
     """
 
     page_size: int = 128

@@ -11,7 +11,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -89,15 +88,21 @@ class Ghosts:
         if not depths:
             return
         ids = self._ids_of(names)
-        last_uses = self._stack.last_use[ids].tolist()
-        known = last_uses.index(UNUSED) if UNUSED in last_uses else len(ids)
+        last_use, known = self._stack.last_use_of, 0
+        while known < len(ids) and last_use[ids[known]] != UNUSED:
+            known += 1
         pages = min(max(0, prompt_len - 1) // self._page_size, place.depth, self._largest)
         if known < len(ids):  # up to half-way to the first page that was never used
             pages = min(pages, (depths[known - 1] + depths[known] + 1) // 2 if known else 0)
-        here = depths[: bisect_left(depths, pages, 0, known)]
-        ends = [(one + other + 1) // 2 for one, other in pairwise(here)]  # half-way to the next one
-        ends += [pages] if here else []
-        self._stack.use_few(ids, [end - start for start, end in zip([0, *ends], ends, strict=False)])
+        found, start = list[int](), 0
+        here = bisect_left(depths, pages, 0, known)
+        for i in range(1, here):
+            end = (depths[i - 1] + depths[i] + 1) // 2  # half-way to the next one
+            found.append(end - start)
+            start = end
+        if here:
+            found.append(pages - start)
+        self._stack.use_few(ids, found)
 
     def stats(self) -> GhostStats:
         """What there is so far."""
@@ -120,14 +125,16 @@ class Ghosts:
         return depths, names
 
     def _look(self, run: Run) -> _Looked:
-        looked = self._looked.pop(run.serial, None)
+        all_looked, serial = self._looked, run.serial
+        looked = all_looked.pop(serial, None)
         if looked is None or not looked.holds_for(run):
             looked = _Looked(run.start)
-        self._looked[run.serial] = looked
-        if len(self._looked) > RUNS_MAX:
-            del self._looked[next(iter(self._looked))]
-        if looked.until < run.end:
-            mask, first = self._every - 1, looked.until
+        all_looked[serial] = looked
+        if len(all_looked) > RUNS_MAX:
+            del all_looked[next(iter(all_looked))]
+        first = looked.until
+        if first < run.start + len(run.names):
+            mask = self._every - 1
             new = run.names[first - run.start :]
             if len(new) <= LOOP_NAMES_MAX:
                 at = [i for i, name in enumerate(new) if not name & mask]

@@ -23,6 +23,9 @@ UNUSED = -1
 
 #: Uses between two renumberings, at least.
 USES_MIN = 4096
+#: Sums are kept of so many neighbours (a power of two), of as many of those sums, and so on.
+NEIGHBOURS_LOG2 = 6
+NEIGHBOURS = 1 << NEIGHBOURS_LOG2
 
 
 class Stack:
@@ -33,18 +36,20 @@ class Stack:
 
     def __init__(self, pages_max: int, weight: npt.NDArray[np.int64] | None = None) -> None:
         self._weight = weight
+        self._weight_of = None if weight is None else memoryview(weight)  # of one page: faster than numpy
         self.last_use = np.full(pages_max, UNUSED, dtype=np.int32)  # by page id
+        self.last_use_of = memoryview(self.last_use)
         self.pages = 0
         self._hits = np.zeros(1024, dtype=np.int64)  # by distance
         self._uses = 0
-        self._tree = array("q", bytes(8 * (USES_MIN + 1)))  # Fenwick: pages by their last use
+        self._sums = self._new_sums(USES_MIN)  # pages by their last use, and sums of those
 
     def use(self, pages: PageIds, found: int) -> None:
         """A request uses `pages`, its chain from the first page on; each weighs 1, and none of them has left.
 
         found: how many of the first pages the prompt looks up.
         """
-        if self._uses + 1 == len(self._tree):
+        if self._uses == len(self._sums[0]):
             self._renumber()
         last = self.last_use[pages]
         known = int(np.argmax(last == UNUSED)) if len(last) and last[-1] == UNUSED else len(last)
@@ -69,30 +74,34 @@ class Stack:
 
         found: for each of the first pages how many it stands for among those that the prompt looks up.
         """
-        if self._uses + 1 == len(self._tree):
+        if self._uses == len(self._sums[0]):
             self._renumber()
-        ids = np.array(pages)
-        weights = self._weights(ids).tolist()
+        last_use, weight_of, latest = self.last_use_of, self._weight_of, self._uses - 1
         before = weight = later = 0  # of the chain so far; of the stretch; used since
-        use = UNUSED
-        for i, last in enumerate(self.last_use[ids].tolist()):
+        use, left = UNUSED, len(found)
+        for page in pages:
+            last = last_use[page]
             if last != use:
                 if weight:
                     self._add(use, -weight)
                 use, weight = last, 0
                 if last != UNUSED:
-                    later = self.pages - self._used_until(last)
+                    later = self.pages - self._used_until(last) if last != latest else 0
+            one = 1 if weight_of is None else weight_of[page]
             if last != UNUSED:
-                if i < len(found):
+                if left > 0:
                     self._reach(later + before + 1)
-                    self._hits[later + before] += found[i]
-                weight += weights[i]
-            before += weights[i]
+                    self._hits[later + before] += found[-left]
+                weight += one
+            left -= 1
+            before += one
         if weight:
             self._add(use, -weight)
-        self.last_use[ids] = self._uses
-        self._add(self._uses, before)
-        self._uses += 1
+        latest = self._uses
+        for page in pages:
+            last_use[page] = latest
+        self._add(latest, before)
+        self._uses = latest + 1
 
     def forget(self, pages: PageIds) -> None:
         """Pages that have been used leave the stack."""
@@ -119,21 +128,30 @@ class Stack:
         uses, numbers = np.unique(self.last_use[used], return_inverse=True)
         self.last_use[used] = numbers
         self._uses, self.pages = len(uses), 0
-        self._tree = array("q", bytes(8 * (max(USES_MIN, 2 * len(uses)) + 1)))
+        self._sums = self._new_sums(2 * len(uses))
         for use, weight in enumerate(np.bincount(numbers, self._weights(used)).tolist()):
             self._add(use, int(weight))
 
+    @staticmethod
+    def _new_sums(uses: int) -> "list[array[int]]":
+        """Zeros for `uses` uses, and for the sums above them up to a level of one group of neighbours."""
+        count, out = max(USES_MIN, uses), []
+        while True:
+            out.append(array("q", bytes(8 * count)))
+            if count <= NEIGHBOURS:
+                return out
+            count = -(-count // NEIGHBOURS)
+
     def _add(self, use: int, pages: int) -> None:
         self.pages += pages
-        at, tree = use + 1, self._tree
-        while at < len(tree):
-            tree[at] += pages
-            at += at & -at
+        for level in self._sums:
+            level[use] += pages
+            use >>= NEIGHBOURS_LOG2
 
     def _used_until(self, use: int) -> int:
         """Pages whose last use was `use` or earlier."""
-        at, tree, found = use + 1, self._tree, 0
-        while at:
-            found += tree[at]
-            at &= at - 1
+        end, found = use + 1, 0
+        for level in self._sums:
+            found += sum(level[end & -NEIGHBOURS : end])
+            end >>= NEIGHBOURS_LOG2
         return found

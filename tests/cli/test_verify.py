@@ -32,7 +32,7 @@ from kvkeep.transfer.host import HostBackend  # noqa: E402
 MODES = ("strict", "same-schedule")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["strict", pytest.param("same-schedule", marks=pytest.mark.slow)])
 def test_the_gate_passes_on_the_real_thing(mode: str, kvkeep: Run, tmp_path: Path):
     """Over all scenarios nothing differs; pages were dropped, requests preempted, and every hit length occurred."""
     done = kvkeep("verify", *TINY, "--mode", mode, "--json", "out.json")

@@ -25,8 +25,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "stack-weights-are-ones",
         STACK,
-        "weights = self._weights(ids).tolist()",
-        "weights = [1] * len(pages)",
+        "one = 1 if weight_of is None else weight_of[page]",
+        "one = 1",
         (STACK_TESTS + "test_weights_are_distances",),
     ),
     Bug(
@@ -46,8 +46,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ghosts-remember-every-run",
         GHOSTS,
-        "if len(self._looked) > RUNS_MAX:",
-        "if len(self._looked) < 0:",
+        "if len(all_looked) > RUNS_MAX:",
+        "if len(all_looked) < 0:",
         (GHOST_TESTS + "test_memory_is_bounded",),
     ),
     Bug(

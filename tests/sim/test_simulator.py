@@ -1,6 +1,6 @@
 """Seeded runs of the whole cache: thousands of worlds, each operation followed by a look at everything.
 
-Must not know the cache.  2,000 seeds of 200 operations run in `make test`, 10,000 more in `make test-full`, a million
+Must not know the cache.  200 seeds of 200 operations run in `make test`, 12,000 in `make test-full`, a million
 by `make soak`.
 """
 
