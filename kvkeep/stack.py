@@ -36,9 +36,9 @@ class Stack:
 
     def __init__(self, pages_max: int, weight: npt.NDArray[np.int64] | None = None) -> None:
         self._weight = weight
-        self._weight_of = None if weight is None else memoryview(weight)  # of one page: faster than numpy
+        self._weight_of = None if weight is None else weight.data  # of one page: faster than numpy
         self.last_use = np.full(pages_max, UNUSED, dtype=np.int32)  # by page id
-        self.last_use_of = memoryview(self.last_use)
+        self.last_use_of = self.last_use.data
         self.pages = 0
         self._hits = np.zeros(1024, dtype=np.int64)  # by distance
         self._uses = 0

@@ -107,8 +107,8 @@ def _why_absent(inputs: Inputs, promise: Promise) -> str:
     peer = promise.metric.removeprefix("w1_ratio_")
     for results in inputs.results:
         for row in results.rows:
-            if row.get("series") == "peers" and row.get("peer") == peer and row.get("note"):
-                return str(row["note"])
+            if peer in (row.get("peer"), row.get("variant")) and row.get("reason"):
+                return str(row["reason"])
     how = "make bench-peers" if promise.command == "bench peers" else f"kvkeep {promise.command}"
     return f"no result of `{how}` has it"
 

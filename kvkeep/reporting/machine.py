@@ -123,57 +123,39 @@ def _draw_rates(rates: Sequence[_Rate], width: float) -> Svg:
     return svg
 
 
+#: Ours in their order, exact LRU without estimates, which the ratios are over; and as it is by default.
+LIKE_FOR_LIKE, DEFAULT = "kvkeep_lru", "kvkeep"
+
+
 def peers(inputs: Inputs) -> list[Figure | LeftOut]:
-    """Everybody's managers in one run."""
+    """Everybody's managers in one run: a row for each case and manager."""
     title = "Beside the managers of others"
-    results = next((one for one in inputs.results if any(row.get("series") == "peers" for row in one.rows)), None)
+    results = next((one for one in inputs.of("bench peers") if any("variant" in row for row in one.rows)), None)
     if results is None:
         return [LeftOut(title, "no result of `make bench-peers` was given")]
-    rows = [row for row in results.rows if row.get("series") == "peers"]
-    cases = list(dict.fromkeys(str(row.get("case", "")) for row in rows))
-    cells: list[list[str | float | int | None]] = []
-    for row in rows:
-        us, interval = row.get("us"), row.get("interval")
-        spread = (
-            f"{number(_number(interval[0]), 4)} to {number(_number(interval[1]), 4)}"
-            if isinstance(interval, list) and len(interval) == 2
-            else ""
-        )
-        case, peer = str(row.get("case", "")), str(row.get("peer", ""))
-        ours = next((r.get("us") for r in rows if r.get("case") == row.get("case") and r.get("peer") == "kvkeep"), None)
-        times = (
-            number(float(us) / float(ours)) + f" {TIMES}"
-            if isinstance(us, int | float) and isinstance(ours, int | float) and ours
-            else ""
-        )
-        cells.append(
-            [
-                case,
-                peer,
-                us if isinstance(us, int | float) else None,
-                spread,
-                times if peer != "kvkeep" else "",
-                str(row.get("note") or ""),
-            ]
-        )
-    table = Table(("case", "peer", "us a request", "95 %", "kvkeep is faster", "note"), cells)
-    ratios = {
-        name.removeprefix("w1_ratio_"): value_of(results, name)
-        for name in results.metrics
-        if name.startswith("w1_ratio_")
-    }
-    said = [
-        f"{number(value)} {TIMES} faster than {name.replace('_', ' ')}"
-        for name, value in ratios.items()
-        if value is not None
-    ]
+    cells: list[list[Cell]] = []
+    for row in results.rows:
+        if "variant" not in row:
+            continue
+        case, who = str(row["case"]), str(row["variant"])
+        took = results.metrics.get(f"{case}_us_{who}")
+        ours = value_of(results, f"{case}_us_{LIKE_FOR_LIKE}")
+        us = None if took is None else took.value
+        spread = "" if took is None or took.interval is None else " to ".join(number(end, 4) for end in took.interval)
+        times = f"{number(us / ours)} {TIMES}" if us is not None and ours and who != LIKE_FOR_LIKE else ""
+        matched = value_of(results, f"{case}_matched_{who}")
+        share = "" if matched is None else f"{matched:.1%}"
+        cells.append([case, who, us, spread, times, share, str(row.get("reason") or "")])
+    head = ("case", "manager", "us", "95 %", f"over {LIKE_FOR_LIKE}", "matched", "note")
+    said = []
+    for peer, name in (("vllm", "vLLM's"), ("sglang_rust", "SGLang's Rust core"), ("lmcache", "LMCache's")):
+        value, default = (value_of(results, f"w1_ratio_{peer}{suffix}") for suffix in ("", "_default"))
+        if value is not None:
+            beside = "" if default is None else f" ({number(default)} by default)"
+            said.append(f"{number(value)} {TIMES} faster than {name}{beside}")
     says = (
-        f"W1, a whole request of the manager, verification on: kvkeep is {', '.join(said)}."
+        f"W1, all that a manager does for a request, verified: with the same order, LRU, ours is {', '.join(said)}."
         if said
-        else f"{len(cases)} cases, interleaved in one run."
+        else f"{len(cells)} rows, interleaved in one run."
     )
-    return [Figure("peers", "Peers", title, says, table.to_html(), None, [origin(results)])]
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return [Figure("peers", "Peers", title, says, Table(head, cells).to_html(), None, [origin(results)])]

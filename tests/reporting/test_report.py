@@ -71,11 +71,21 @@ TRANSFER = Report(
 PEERS = Report(
     "bench peers",
     True,
-    {"w1_ratio_vllm": Metric(14.0, "ratio", interval=(13.0, 15.0)), "w1_ratio_lmcache": Metric(None, "ratio")},
+    {
+        "w1_ratio_vllm": Metric(14.0, "ratio", interval=(13.0, 15.0)),
+        "w1_ratio_vllm_default": Metric(7.0, "ratio"),
+        "w1_ratio_lmcache": Metric(None, "ratio"),
+        "w1_us_kvkeep": Metric(100.0, "us", interval=(98.0, 102.0)),
+        "w1_us_kvkeep_lru": Metric(50.0, "us", interval=(49.0, 51.0)),
+        "w1_us_vllm": Metric(700.0, "us", interval=(690.0, 720.0)),
+        "w1_matched_vllm": Metric(0.9649, "of prompt tokens"),
+    },
     [
-        {"series": "peers", "peer": "kvkeep", "case": "w1", "us": 50.0, "interval": [49.0, 51.0], "note": ""},
-        {"series": "peers", "peer": "vllm", "case": "w1", "us": 700.0, "interval": [690.0, 720.0], "note": ""},
-        {"series": "peers", "peer": "lmcache", "case": "w1", "us": None, "interval": None, "note": "no wheel <here>"},
+        {"peer": "lmcache", "version": None, "reason": "no wheel <here>"},
+        {"case": "w1", "variant": "kvkeep", "unit": "us", "median": 100.0},
+        {"case": "w1", "variant": "kvkeep_lru", "unit": "us", "median": 50.0},
+        {"case": "w1", "variant": "vllm", "unit": "us", "median": 700.0},
+        {"case": "w1", "variant": "lmcache", "reason": "no wheel <here>"},
     ],
 )
 OTHERS = {"agent": AGENT, "sweep": SWEEP, "transfer": TRANSFER, "peers": PEERS}
@@ -279,9 +289,9 @@ def test_cost_of_misses_is_their_tokens_at_the_measured_pace(write: Write) -> No
 def test_peers_stand_beside_us_with_their_ratio_or_their_reason(write: Write) -> None:
     """What could not be installed has an empty column."""
     figure = figures(write("peers"))["peers"]
-    assert ">14 \u00d7<" in figure.picture
+    assert ">14 \u00d7<" in figure.picture and ">96.5%<" in figure.picture and ">690 to 720<" in figure.picture
     assert "no wheel &lt;here&gt;" in figure.picture
-    assert "14 \u00d7 faster than vllm" in figure.says
+    assert "14 \u00d7 faster than vLLM's (7 by default)" in figure.says
 
 
 def test_figure_without_a_result_is_left_out_with_what_to_give(write: Write) -> None:
