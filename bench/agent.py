@@ -39,6 +39,7 @@ from kvkeep.benching.record import work_checksum
 from kvkeep.report import Metric, Report
 from kvkeep.telemetry.energy import joules_per_1k_prompt_tokens
 from kvkeep.telemetry.machine import MachineTelemetry
+from kvkeep.telemetry.sampling import Settings
 
 if TYPE_CHECKING:
     from bench._serving import Run, Setup
@@ -49,6 +50,8 @@ TTFT_RATIO_MIN, GOODPUT_RATIO_MIN = 4.0, 2.0
 POOL_SHARE, HOST_SHARE = 0.25, 1.2
 #: Every so manieth request is also asked alone, without a cache.
 ALONE_EVERY = 3
+#: Of each counter of the machine that the result keeps: one in two seconds or so.
+SAMPLES_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def run(arguments: list[str]) -> Report:
     slo = Slo(options.slo_ttft or sizes.slo.ttft_s * scale, options.slo_itl or sizes.slo.itl_s * scale)
     print(f"SLO: {slo}", flush=True)
     loaded = load_model(options.model or sizes.model, device=options.device)
-    with MachineTelemetry() as telemetry:
+    with MachineTelemetry(settings=Settings(samples_max=SAMPLES_MAX)) as telemetry:
         report = _measured(_Bench(loaded, sizes, options.seed, telemetry), options, slo)
     return with_telemetry(report, telemetry)
 
