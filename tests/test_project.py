@@ -123,6 +123,15 @@ def test_documents_point_at_files_that_exist() -> None:
     assert [] == dead
 
 
+def test_documents_name_targets_that_exist() -> None:
+    """What is to be typed behind `make` is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for path in [*ROOT.glob("*.md"), *(ROOT / "bench").glob("*.md"), *(ROOT / "tests").rglob("*.py")]:
+        named = set(re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", path.read_text(), re.M))
+        assert named <= targets, f"{path.relative_to(ROOT)} names make {', '.join(sorted(named - targets))}"
+    assert {"setup", "test", "test-full", "planted", "planted-full", "soak", "clean", "demo"} <= targets
+
+
 def test_changelog_has_this_version() -> None:
     """The version that the package reports has its section in the changelog."""
     assert f"## {kvkeep.__version__}" in (ROOT / "CHANGELOG.md").read_text()
