@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench._gpu_sizes import BOTH, GPU, NAMES, OFF, ModelSizes
-from bench._serving import Setup, answer_alone, make_engine, warmed
+from bench._agent_figures import BOTH
+from bench._gpu_sizes import NAMES, ModelSizes
+from bench._serving import Setup, answer_alone, make_engine, setups_of, warmed
 from bench._sessions import Held, hold, random_conversations
 from kvkeep.engine.asking import Answer, ask, pages_of
 from kvkeep.engine.engine import Engine, Request
@@ -18,8 +19,6 @@ from kvkeep.telemetry.energy import EnergyReading, JoulesPerTokens, joules_per_1
 
 if TYPE_CHECKING:
     import torch
-
-POOL_SHARE, HOST_SHARE = 0.25, 1.2
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Asked:
 class Measured:
     """The sessions, what became of each configuration, and what was looked at beside it.
 
-    turns: of each request of a round.   pages: that the sessions grow to.   page_nbytes: of a page.
+    pages: that the sessions grow to.   page_nbytes: of a page.
     compared, wrong: positions of hits whose K and V were compared with those of the session's last request, and that
     were not the same bits.
     """
@@ -80,9 +79,7 @@ def measure(device: str, sizes: ModelSizes, energy: Callable[[], EnergyReading] 
     engine = warmed(loaded, Setup("ample", pages), sizes.page_size)
     held = hold("random", engine, conversations, sizes.turns, sizes.new_tokens, salts)
     engine.close()
-    pool = max(int(POOL_SHARE * pages), held.workload.blocks_min(sizes.page_size) - 1)
-    setups = (Setup(OFF, pool, keep=False), Setup(GPU, pool), Setup(BOTH, pool, int(HOST_SHARE * pages)))
-    asked = {setup.name: Asked(setup) for setup in setups}
+    asked = {name: Asked(setup) for name, setup in setups_of(held, sizes.page_size).items()}
     for number in range(sizes.rounds):
         for name in NAMES if number % 2 == 0 else reversed(NAMES):
             _round(loaded, held, asked[name], sizes, energy)

@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bench import _gpu_children as children
+from bench._agent_figures import BOTH, OFF
 from bench._gpu_copies import open_pools, pinned_pool, pinning, rate, round_trips
 from bench._gpu_machine import Machine, PlainCopies
 from bench._gpu_path import control, host_hits, walk
-from bench._gpu_sizes import BOTH, KIB, MIB, NAMES, OFF, Sizes, layout_of
+from bench._gpu_sizes import KIB, MIB, NAMES, Sizes, layout_of
 from bench._measure import SPIN_QUIET_US
 from bench._telemetry import with_telemetry
 from kvkeep.benching import median, p99, spin_us
@@ -267,13 +268,13 @@ def _hits(run: Run) -> Iterator[Row]:
     yield {"metric": "hit_wrong_pages", "value": hits.wrong, "unit": "pages", "bound": 0, "reached": not hits.wrong}
 
 
-def _times(metric: str, what: str, values: Sequence[float]) -> Row:
+def _times(metric: str, what: str, values: Sequence[float], unit: str = "us", digits: int = 1) -> Row:
     return {
         "metric": metric,
         "what": what,
-        "value": round(median(values), 1),
-        "p99": round(p99(values), 1),
-        "unit": "us",
+        "value": round(median(values), digits),
+        "p99": round(p99(values), digits),
+        "unit": unit,
         "samples": len(values),
     }
 
@@ -324,11 +325,8 @@ def _model(run: Run) -> Iterator[Row]:
         "page_nbytes": found.page_nbytes,
     }
     for name in NAMES:
-        yield _ms(
-            f"model_ttft_{name}_ms",
-            "to the first token of a request that is not its session's first",
-            found.later_ttft_ms(name),
-        )
+        what = "to the first token of a request that is not its session's first"
+        yield _times(f"model_ttft_{name}_ms", what, found.later_ttft_ms(name), "ms", digits=2)
     ratio = median(found.later_ttft_ms(OFF)) / median(found.later_ttft_ms(BOTH))
     yield {
         "metric": "model_ttft_ratio",
@@ -359,17 +357,6 @@ def _model(run: Run) -> Iterator[Row]:
         "bound": 0,
         "reached": not found.wrong and found.compared > 0,
         "compared": found.compared,
-    }
-
-
-def _ms(metric: str, what: str, values: Sequence[float]) -> Row:
-    return {
-        "metric": metric,
-        "what": what,
-        "value": round(median(values), 2),
-        "p99": round(p99(values), 2),
-        "unit": "ms",
-        "samples": len(values),
     }
 
 

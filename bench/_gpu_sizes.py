@@ -6,13 +6,14 @@ Must not know how anything is measured, nor need more than the standard library 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bench._agent_figures import BOTH, GPU, OFF
 from bench._gpu_path import Sizes as PathSizes
 from kvkeep.tiers.layout import DType, PageLayout
 
 MIB, KIB = 2**20, 2**10
 
 #: The configurations of the model: no cache, pages kept in the pool, and in host memory too.
-OFF, GPU, BOTH = NAMES = ("off", "gpu", "both")
+NAMES = (OFF, GPU, BOTH)
 
 COMMANDS = {
     "engine_demo": "demo --model stories260k --sessions 3 --turns 3 --page-size 16 --pool-pages 40 --host-pages 200",

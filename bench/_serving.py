@@ -7,7 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bench._agent_figures import BOTH, GPU, OFF
 from bench._load import Arrivals, OpenLoop, Served
+from bench._sessions import Held
 from bench._vllm_workloads import Ask, Workload
 from kvkeep.engine.asking import Answer, ask, random_ids
 from kvkeep.engine.engine import Engine, EngineConfig, Request, SamplingParams
@@ -19,6 +21,8 @@ from kvkeep.stats import CacheStats
 #: How often the cache's numbers are looked at during a run, at most.
 LOOK_EVERY_S = 1.0
 WARM_UP_PAGES = 2
+#: Of what the sessions grow to: the GPU pool, and the tier in host memory.
+POOL_SHARE, HOST_SHARE = 0.25, 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,17 @@ class Setup:
     host_pages: int = 0
     keep: bool = True
     threads: int | None = None
+
+
+def setups_of(held: Held, page_size: int) -> dict[str, Setup]:
+    """The three configurations, with the same memory where the model reads; the longest request has to fit."""
+    working_set = held.working_set(page_size)
+    pool = max(int(POOL_SHARE * working_set), held.workload.blocks_min(page_size) - 1)
+    return {
+        OFF: Setup(OFF, pool, keep=False),
+        GPU: Setup(GPU, pool),
+        BOTH: Setup(BOTH, pool, int(HOST_SHARE * working_set) + 1),
+    }
 
 
 def make_engine(loaded: LoadedModel, setup: Setup, page_size: int) -> Engine:

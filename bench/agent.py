@@ -42,12 +42,10 @@ from kvkeep.telemetry.machine import MachineTelemetry
 from kvkeep.telemetry.sampling import Settings
 
 if TYPE_CHECKING:
-    from bench._serving import Run, Setup
+    from bench._serving import Run
     from kvkeep.engine.loader import LoadedModel
 
 TTFT_RATIO_MIN, GOODPUT_RATIO_MIN = 4.0, 2.0
-#: Of what the sessions grow to: the GPU pool, and the tier in host memory.
-POOL_SHARE, HOST_SHARE = 0.25, 1.2
 #: Every so manieth request is also asked alone, without a cache.
 ALONE_EVERY = 3
 #: Of each counter of the machine that the result keeps: one in two seconds or so.
@@ -166,23 +164,11 @@ class _Bench:
         self._took(held.workload)
         return held
 
-    def setups(self, held: Held) -> "dict[str, Setup]":
-        """The three configurations, with the same memory where the model reads."""
-        from bench._serving import Setup
-
-        working_set = held.working_set(self.sizes.page_size)
-        pool = max(int(POOL_SHARE * working_set), held.workload.blocks_min(self.sizes.page_size) - 1)
-        return {
-            OFF: Setup(OFF, pool, keep=False),
-            GPU: Setup(GPU, pool),
-            BOTH: Setup(BOTH, pool, int(HOST_SHARE * working_set) + 1),
-        }
-
     def alone(self, held: Held) -> float:
         """Single requests: what misses and hits cost.  Returns how many a second can be served without a cache."""
-        from bench._serving import answer_alone, warmed
+        from bench._serving import answer_alone, setups_of, warmed
 
-        workload, setups = held.workload, self.setups(held)
+        workload, setups = held.workload, setups_of(held, self.sizes.page_size)
         chosen = workload.asks[::ALONE_EVERY]
         answers = {}
         for name, asks in ((OFF, chosen), (BOTH, workload.asks)):
@@ -213,13 +199,15 @@ class _Bench:
 
     def pool_share(self, held: Held) -> float:
         """The pool that it came to, of the working set: the longest request has to fit."""
-        return self.setups(held)[OFF].pool_pages / held.working_set(self.sizes.page_size)
+        from bench._serving import setups_of
+
+        return setups_of(held, self.sizes.page_size)[OFF].pool_pages / held.working_set(self.sizes.page_size)
 
     def load(self, held: Held, arrivals: Arrivals, load: float, names: Sequence[str] = (OFF, GPU, BOTH)) -> Loaded:
         """One workload at one rate in each of the configurations, one after the other."""
-        from bench._serving import serve, warmed
+        from bench._serving import serve, setups_of, warmed
 
-        workload, runs, joules, setups = held.workload, {}, {}, self.setups(held)
+        workload, runs, joules, setups = held.workload, {}, {}, setups_of(held, self.sizes.page_size)
         for name in names:
             print(f"{workload.name}, {arrivals.what}: {name}", flush=True)
             engine = warmed(self.loaded, setups[name], self.sizes.page_size)
